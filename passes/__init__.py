@@ -1,0 +1,63 @@
+"""The passes, in the order in which they run. One pass per file; see DESIGN for the picture.
+
+Structure passes turn a captured graph into segments and templates; schedule passes turn those and a Plan into the
+graphs that run::
+
+    tag_blocks           find the transformer blocks; give every node its stage
+    seed_randomness      random draws become functions of seeds made in the prologue
+    outline_blocks       one joint subgraph per stage
+    dedupe_templates     segments of one structure share one template
+    partition_templates  forward, recompute and backward of each template
+
+    apply_policies       the forward and backward graphs for the Plan's policies
+"""
+
+from __future__ import annotations
+
+from passes.apply_policies import ApplyPolicies
+from passes.dedupe_templates import DedupeTemplates
+from passes.interface import Pass, PassRecord, Pipeline
+from passes.outline_blocks import OutlineBlocks
+from passes.partition_templates import PartitionTemplates
+from passes.seed_randomness import SeedRandomness
+from passes.tag_blocks import TagBlocks
+from passes.verify import verify_program, verify_schedule
+from protrain_compile.program import Program
+from protrain_compile.schedule import Schedule
+
+__all__ = ["Pass", "PassRecord", "Pipeline", "pass_names", "schedule_pipeline", "structure_pipeline"]
+
+
+def structure_pipeline(
+    *, inductor: bool, inductor_draws: bool, print_after: str | None = None
+) -> Pipeline[Program]:
+    """Return the passes that find segments and templates in a captured graph.
+
+    Args:
+        inductor: Whether Inductor compiles the artefacts.
+        inductor_draws: Whether Inductor's random kernels draw random numbers.
+        print_after: Name of a pass after which the graphs are printed.
+    """
+    return Pipeline[Program](
+        [
+            TagBlocks(),
+            SeedRandomness(inductor_draws=inductor_draws),
+            OutlineBlocks(),
+            DedupeTemplates(),
+            PartitionTemplates(inductor=inductor),
+        ],
+        given={"captured"},
+        verify=verify_program,
+        print_after=print_after,
+    )
+
+
+def schedule_pipeline(*, print_after: str | None = None) -> Pipeline[Schedule]:
+    """Return the passes that turn segments, templates and a Plan into the graphs that run."""
+    return Pipeline[Schedule]([ApplyPolicies()], given={"parts"}, verify=verify_schedule, print_after=print_after)
+
+
+def pass_names() -> tuple[str, ...]:
+    """Return the names of all passes, in order."""
+    pipelines = (structure_pipeline(inductor=True, inductor_draws=True), schedule_pipeline())
+    return tuple(each.name for pipeline in pipelines for each in pipeline.passes)

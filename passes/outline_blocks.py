@@ -1,0 +1,174 @@
+"""Pass outline_blocks: cut the captured graph into one joint subgraph per stage.
+
+For the stage s with forward nodes F and backward nodes B (``->`` is data flow)::
+
+    primals    values that F uses and others made (graph inputs, outputs of earlier stages),
+               then forward values that only B uses ("foreign": the stage that makes them saves them)
+    tangents   gradients that B uses and later stages (or autograd) made
+    outputs    values of F that other stages' forwards or backwards, or the user, need
+    gradients  values of B that other stages' backwards, or autograd, need
+
+A forward value that only this stage's own backward needs is no output: partitioning the template decides
+whether it is saved. Symbols that occur in the sizes are passed as inputs of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from protrain_compile.program import InputKind, Program, Segment, fake_value, is_symbol
+
+
+class OutlineBlocks:
+    """Make the segments."""
+
+    name: ClassVar[str] = "outline_blocks"
+    requires: ClassVar[frozenset[str]] = frozenset({"stages", "seeded"})
+    provides: ClassVar[frozenset[str]] = frozenset({"segments"})
+
+    def run(self, program: Program) -> bool:
+        """Set ``segments``; the captured graph stays as it is."""
+        cut = _Cut(program)
+        segments = [cut.segment(stage) for stage in range(len(program.stages))]
+        program.segments = tuple(segment for segment in segments if segment is not None)
+        return False
+
+
+@dataclasses.dataclass
+class _StageNodes:
+    forward: list[fx.Node] = dataclasses.field(default_factory=list)
+    backward: list[fx.Node] = dataclasses.field(default_factory=list)
+
+
+class _Cut:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.primals = dict.fromkeys(program.primals)
+        self.tangents = set(program.tangents)
+        self.stages = [_StageNodes() for _ in program.stages]
+        for node in program.calls():
+            if node.op == "get_attr":
+                continue
+            nodes = self.stages[program.stage_of[node]]
+            (nodes.backward if node in program.backward_nodes else nodes.forward).append(node)
+        self.returned = {node for node in program.results if isinstance(node, fx.Node)}
+        self.symbol_nodes = _symbol_nodes(program)
+        self.roles = _input_roles(program)
+
+    def segment(self, index: int) -> Segment | None:
+        """Return the segment of stage ``index``, or None if the stage is empty."""
+        nodes = self.stages[index]
+        if not nodes.forward and not nodes.backward:
+            return None
+        forward, backward = set(nodes.forward), set(nodes.backward)
+        inputs: dict[fx.Node, None] = {}
+        tangents: dict[fx.Node, None] = {}
+        for node in nodes.forward:
+            inputs.update((each, None) for each in _operands(node) if each not in forward)
+        for node in nodes.backward:
+            for each in _operands(node):
+                if each in self.program.backward_nodes or each in self.tangents:
+                    if each not in backward:
+                        tangents[each] = None
+                elif each not in forward:
+                    inputs[each] = None
+        self._add_symbols(inputs, nodes, forward)
+        outputs = [node for node in nodes.forward if self._leaves(node, forward | backward)]
+        gradients = [node for node in nodes.backward if self._leaves(node, backward)]
+        joint = _extract(self.program.graph, list(inputs), list(tangents), nodes, outputs + gradients)
+        return Segment(
+            stage=self.program.stages[index],
+            joint=joint,
+            inputs=tuple(inputs),
+            tangents=tuple(tangents),
+            outputs=tuple(outputs),
+            gradients=tuple(gradients),
+            input_roles=tuple(self.roles.get(node, "value") for node in inputs),
+        )
+
+    def _leaves(self, node: fx.Node, own: set[fx.Node]) -> bool:
+        return node in self.returned or any(user not in own and user.op != "output" for user in node.users)
+
+    def _add_symbols(self, inputs: dict[fx.Node, None], nodes: _StageNodes, forward: set[fx.Node]) -> None:
+        """Pass every symbol that the segment's sizes mention as an input, unless the segment computes it."""
+        if not self.symbol_nodes:
+            return
+        names: set[Any] = set()
+        for node in [*inputs, *nodes.forward, *nodes.backward]:
+            names |= free_symbols(fake_value(node))
+        for symbol in sorted(names, key=str):
+            source = self.symbol_nodes.get(symbol)
+            if source is not None and source not in forward:
+                inputs[source] = None
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    return [each for each in node.all_input_nodes if each.op != "get_attr"]
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """Return the sympy symbols in a fake value's sizes, strides and offset."""
+    if isinstance(value, list | tuple):
+        return set().union(*(free_symbols(each) for each in value)) if value else set()
+    if isinstance(value, torch.Tensor):
+        return free_symbols([*value.shape, *value.stride(), value.storage_offset()])
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return set(value.node.expr.free_symbols)
+    return set()
+
+
+def _symbol_nodes(program: Program) -> dict[Any, fx.Node]:
+    """Return the node that stands for each plain symbol (a graph input, or the first node computing it)."""
+    found: dict[Any, fx.Node] = {}
+    for node in program.graph.graph.nodes:
+        if is_symbol(node) and node not in program.backward_nodes:
+            expression = fake_value(node).node.expr
+            if expression.is_Symbol:
+                found.setdefault(expression, node)
+    return found
+
+
+def _input_roles(program: Program) -> dict[fx.Node, str]:
+    roles: dict[fx.Node, str] = {}
+    for node, source in zip(program.primals, program.inputs, strict=True):
+        if source.mutated:
+            roles[node] = "mutated"
+        elif source.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            roles[node] = source.kind.value
+    return roles
+
+
+def _extract(
+    owner: fx.GraphModule, inputs: list[fx.Node], tangents: list[fx.Node], nodes: _StageNodes, results: Iterable[fx.Node]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for kind, sources in (("primals", inputs), ("tangents", tangents)):
+        for number, source in enumerate(sources, start=1):
+            copies[source] = graph.placeholder(f"{kind}_{number}")
+            copies[source].meta = {"val": fake_value(source)}
+    attributes: dict[str, Any] = {}
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node not in copies and node.op == "get_attr":
+            attributes[str(node.target)] = _attribute(owner, str(node.target))
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in nodes.forward + nodes.backward:
+        copies[node] = graph.node_copy(node, copy_of)
+    graph.output(tuple(copies[node] for node in results))
+    return fx.GraphModule(attributes, graph)
+
+
+def _attribute(owner: fx.GraphModule, target: str) -> Any:
+    value: Any = owner
+    for name in target.split("."):
+        value = getattr(value, name)
+    return value
+

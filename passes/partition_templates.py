@@ -1,0 +1,239 @@
+"""Pass partition_templates: split each template into forward, recompute and backward.
+
+``functorch``'s min-cut partitioner, run on one template's joint subgraph alone, chooses which values are saved. Then::
+
+    forward    (inputs)                    -> outputs, saved values
+    recompute  (inputs, pinned saved)      -> the other saved values       (the forward, pruned)
+    backward   (inputs, saved, tangents)   -> gradients
+
+All policies share this one backward. Saved values that are parameters, or views and casts of parameters, are no saved
+values at all: the backward makes them again from the parameter, so that nothing but the chunk keeps a parameter alive.
+Results of random draws, effects and routing decisions are *pinned*: saved under every policy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from torch import fx
+
+from passes.node_facts import is_parameter_cast, is_view, never_recompute
+from protrain_compile import compat
+from protrain_compile.program import Parts, Program, Ref, Template, is_symbol
+
+
+class PartitionTemplates:
+    """Set the parts of every template."""
+
+    name: ClassVar[str] = "partition_templates"
+    requires: ClassVar[frozenset[str]] = frozenset({"templates"})
+    provides: ClassVar[frozenset[str]] = frozenset({"parts"})
+
+    def __init__(self, *, inductor: bool) -> None:
+        """Take whether Inductor compiles the parts; its joint-graph passes then run first."""
+        self.inductor = inductor
+
+    def run(self, program: Program) -> bool:
+        """Partition the templates; the captured graph stays as it is."""
+        for template in program.templates:
+            template.parts = partition(template, inductor=self.inductor)
+        return False
+
+
+def partition(template: Template, *, inductor: bool) -> Parts:
+    """Return the parts of one template; ``inductor`` runs its joint-graph passes first."""
+    fake_mode = compat.fake_mode_of(template.joint.graph)
+    with compat.unset_fake_temporarily():
+        joint = copy.deepcopy(template.joint)
+    if inductor:
+        compat.prepare_joint(joint, fake_mode)
+    results = joint.graph.output_node().args[0]
+    if len(results) == template.num_outputs:  # type: ignore[arg-type]
+        return _forward_only(joint, template.num_outputs)
+    static = [i for i, role in enumerate(template.input_roles) if role in ("parameter", "buffer")]
+    forward, backward = compat.partition(joint, template.num_outputs, static)
+    return _Split(template, forward, backward).parts()
+
+
+def _forward_only(joint: fx.GraphModule, num_outputs: int) -> Parts:
+    placeholders = list(joint.graph.find_nodes(op="placeholder"))
+    used = tuple(i for i, node in enumerate(placeholders) if node.users)
+    _drop_unused_placeholders(joint)
+    return Parts(forward=joint, forward_inputs=used, num_outputs=num_outputs)
+
+
+class _Split:
+    """Turns the partitioner's two graphs into the parts."""
+
+    def __init__(self, template: Template, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        self.template = template
+        self.forward, self.backward = forward, backward
+        self.inputs = {node.name: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
+        results: tuple[fx.Node, ...] = forward.graph.output_node().args[0]  # type: ignore[assignment]
+        self.outputs, kept = results[: template.num_outputs], results[template.num_outputs :]
+        from_parameters = self._computed_from_parameters()
+        _rebuild_in_backward(backward, [node for node in kept if node in from_parameters])
+        self.saved = [node for node in kept if node.op != "placeholder" and node not in from_parameters]
+
+    def parts(self) -> Parts:
+        """Return the finished parts."""
+        recompute = self._recompute_graph()
+        saved = self.saved
+        positions = {node.name: Ref("saved", j) for j, node in enumerate(saved)}
+        recompute_inputs: tuple[Ref, ...] = ()
+        if recompute is not None:
+            recompute_inputs = self._refs(recompute, positions)
+        backward_inputs = self._refs(self.backward, positions)
+        _set_results(self.forward, (*self.outputs, *saved))
+        forward_inputs = tuple(ref.index for ref in self._refs(self.forward, {}))
+        recomputed = tuple(j for j, node in enumerate(saved) if node not in self.pinned)
+        return Parts(
+            forward=self.forward,
+            forward_inputs=forward_inputs,
+            num_outputs=self.template.num_outputs,
+            pinned=frozenset(j for j, node in enumerate(saved) if node in self.pinned),
+            recompute=recompute,
+            recompute_inputs=recompute_inputs,
+            recomputed=recomputed if recompute is not None else (),
+            backward=self.backward,
+            backward_inputs=backward_inputs,
+        )
+
+    def _computed_from_parameters(self) -> set[fx.Node]:
+        """Return the nodes that are views or casts of parameters (and of nothing else)."""
+        found: set[fx.Node] = set()
+        parameters = {
+            node
+            for node, role in zip(self.forward.graph.find_nodes(op="placeholder"), self.template.input_roles, strict=True)
+            if role == "parameter"
+        }
+        for node in self.forward.graph.nodes:
+            sources = node.all_input_nodes
+            if sources and (is_view(node) or is_parameter_cast(node)):
+                if all(source in found or source in parameters for source in sources):
+                    found.add(node)
+        return found
+
+    def _recompute_graph(self) -> fx.GraphModule | None:
+        """Build the forward pruned to the saved values, cut at the results that must not be computed again.
+
+        Sets ``pinned`` and appends to ``saved`` the cut values that the partitioner did not save.
+        """
+        cut = _unrepeatable_results(self.forward.graph)
+        wanted = [node for node in self.saved if node not in cut and not is_symbol(node)]
+        self.pinned = {node for node in self.saved if node in cut or is_symbol(node)}
+        if not wanted:
+            return None
+        needed_cuts = _needed(wanted, cut)
+        self.saved += [node for node in needed_cuts if node not in self.saved]
+        self.pinned |= set(needed_cuts)
+        return _extract(self.forward, wanted, needed_cuts)
+
+    def _refs(self, module: fx.GraphModule, saved: Mapping[str, Ref]) -> tuple[Ref, ...]:
+        """Drop unused placeholders and say what the others are bound to."""
+        _drop_unused_placeholders(module)
+        refs = []
+        for node in module.graph.find_nodes(op="placeholder"):
+            name = str(node.target)
+            if name in saved:
+                refs.append(saved[name])
+            elif name in self.inputs:
+                refs.append(Ref("input", self.inputs[name]))
+            else:
+                refs.append(Ref("tangent", int(name.removeprefix("tangents_")) - 1))
+        return tuple(refs)
+
+
+def _unrepeatable_results(graph: fx.Graph) -> set[fx.Node]:
+    """Return tensors that come straight out of operations that must run once (of a tuple: its items)."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if never_recompute(node):
+            items = [user for user in node.users if user.op == "call_function" and _is_getitem(user)]
+            found.update(items or [node])
+    return found
+
+
+def _is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _needed(wanted: Iterable[fx.Node], cut: set[fx.Node]) -> list[fx.Node]:
+    """Return the members of ``cut`` that the computation of ``wanted`` reaches first, in graph order."""
+    stack, seen = list(wanted), set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in cut:
+                stack.extend(node.all_input_nodes)
+    graph_order = next(iter(seen)).graph.nodes if seen else ()
+    return [node for node in graph_order if node in seen and node in cut]
+
+
+def _extract(module: fx.GraphModule, wanted: list[fx.Node], given: list[fx.Node]) -> fx.GraphModule:
+    """Return a graph that computes ``wanted`` from the placeholders of ``module`` and the ``given`` values."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in [*module.graph.find_nodes(op="placeholder"), *given]:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = copy.copy(node.meta)
+    reach = _reach(wanted, set(given))
+    for node in module.graph.nodes:
+        if node in reach and node not in copies:
+            copies[node] = graph.node_copy(node, lambda each: copies[each])
+    graph.output(tuple(copies[node] for node in wanted))
+    return fx.GraphModule(module, graph)
+
+
+def _reach(wanted: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
+    stack, seen = list(wanted), set()
+    while stack:
+        node = stack.pop()
+        if node not in seen and node not in stop:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _rebuild_in_backward(backward: fx.GraphModule, kept: list[fx.Node]) -> None:
+    """Replace each kept view or cast of a parameter by the same computation on the parameter."""
+    placeholders = {str(node.target): node for node in backward.graph.find_nodes(op="placeholder")}
+    first = next(node for node in backward.graph.nodes if node.op != "placeholder")
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def build(node: fx.Node) -> fx.Node:
+        if node in copies:
+            return copies[node]
+        if node.op == "placeholder" and node.name in placeholders:
+            copies[node] = placeholders[node.name]
+        elif node.op == "placeholder":
+            with backward.graph.inserting_before(next(iter(backward.graph.nodes))):
+                copies[node] = backward.graph.placeholder(node.name)
+            copies[node].meta = copy.copy(node.meta)
+        else:
+            sources = {source: build(source) for source in node.all_input_nodes}
+            with backward.graph.inserting_before(first):
+                copies[node] = backward.graph.node_copy(node, lambda each: sources[each])
+        return copies[node]
+
+    for node in kept:
+        made = build(node)
+        placeholders[node.name].replace_all_uses_with(made)
+
+
+def _drop_unused_placeholders(module: fx.GraphModule) -> None:
+    module.graph.eliminate_dead_code()
+    for node in module.graph.find_nodes(op="placeholder"):
+        if not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+def _set_results(module: fx.GraphModule, results: tuple[fx.Node, ...]) -> None:
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+        module.graph.output(results)
+    module.graph.erase_node(output)

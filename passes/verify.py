@@ -1,0 +1,115 @@
+"""The verifier: invariants that hold after every pass. It reads; it never changes a graph.
+
+Program
+    * a node runs in its inputs' stage or a later one; a backward node in its inputs' stage or an earlier one
+    * random, effectful and routing operations are not recomputed (DESIGN 7, invariant 7)
+    * no saved value is a parameter or a view or cast of one
+Schedule
+    * a packed list feeds exactly one boxed call
+    * a backward follows the recompute of its segment; each segment runs each of its parts at most once per graph
+    * every trainable input has a gradient, frozen ones have none (invariant 5)
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from passes.node_facts import is_parameter_cast, is_view, never_recompute
+from protrain_compile import ops
+from protrain_compile.errors import ProtrainError
+from protrain_compile.program import Parts, Program, Template
+from protrain_compile.schedule import Schedule, operation_of
+
+
+class VerifierError(ProtrainError, AssertionError):
+    """A broken invariant; names the pass after which it was found and the nodes concerned."""
+
+
+def verify_program(program: Program, pass_name: str) -> None:
+    """Check the captured graph and what the passes so far have found in it.
+
+    Raises:
+        VerifierError: If an invariant does not hold.
+    """
+    if program.stage_of:
+        _check_stages(program, pass_name)
+    for template in program.templates:
+        if template.parts is not None:
+            _check_parts(template, template.parts, pass_name)
+
+
+def _check_stages(program: Program, pass_name: str) -> None:
+    for node in program.calls():
+        if node.op == "get_attr":
+            continue
+        backward = node in program.backward_nodes
+        for source in node.all_input_nodes:
+            if source.op in ("placeholder", "get_attr") or (source in program.backward_nodes) != backward:
+                continue
+            here, there = program.stage_of[node], program.stage_of[source]
+            if (here > there) if backward else (here < there):
+                raise VerifierError(
+                    f"after {pass_name}: {node.name} runs in stage {here}, before its input {source.name} in stage {there}"
+                )
+
+
+def _check_parts(template: Template, parts: Parts, pass_name: str) -> None:
+    if parts.recompute is not None:
+        for node in parts.recompute.graph.nodes:
+            if never_recompute(node):
+                raise VerifierError(f"after {pass_name}: {template.name} recomputes {node.name} ({node.target}), which must run once")
+    placeholders = list(parts.forward.graph.find_nodes(op="placeholder"))
+    derived = {
+        node
+        for node, position in zip(placeholders, parts.forward_inputs, strict=True)
+        if template.input_roles[position] == "parameter"
+    }
+    for node in parts.forward.graph.nodes:
+        if node.all_input_nodes and (is_view(node) or is_parameter_cast(node)) and derived.issuperset(node.all_input_nodes):
+            derived.add(node)
+    for node in parts.forward.graph.output_node().args[0][parts.num_outputs :]:  # type: ignore[index]
+        if node in derived:
+            raise VerifierError(f"after {pass_name}: {template.name} saves {node.name}, which is (a view of) a parameter")
+
+
+def verify_schedule(schedule: Schedule, pass_name: str) -> None:
+    """Check the graphs of a schedule.
+
+    Raises:
+        VerifierError: If an invariant does not hold.
+    """
+    for name, module in schedule.graphs.items():
+        _check_packs(module, f"after {pass_name}: {name} graph: ")
+        _check_order(module, f"after {pass_name}: {name} graph: ")
+    if "backward" in schedule.graphs:
+        _check_gradients(schedule, f"after {pass_name}: backward graph: ")
+
+
+def _check_packs(module: fx.GraphModule, where: str) -> None:
+    for node in module.graph.nodes:
+        if node.target is ops.pack and len(node.users) != 1:
+            raise VerifierError(f"{where}{node.name} feeds {len(node.users)} calls; a packed list is emptied by the first")
+
+
+def _check_order(module: fx.GraphModule, where: str) -> None:
+    done: dict[tuple[str, int], fx.Node] = {}
+    for node in module.graph.nodes:
+        operation = operation_of(node)
+        if operation is None or operation.segment < 0:
+            continue
+        key = (operation.op, operation.segment)
+        if key in done:
+            raise VerifierError(f"{where}{node.name} runs {operation.op} of {operation.what} again, after {done[key].name}")
+        if operation.op == "recompute" and ("backward", operation.segment) in done:
+            late = done["backward", operation.segment]
+            raise VerifierError(f"{where}{node.name} recomputes {operation.what} after its backward {late.name}")
+        done[key] = node
+
+
+def _check_gradients(schedule: Schedule, where: str) -> None:
+    gradients = schedule.graphs["backward"].graph.output_node().args[0]
+    for source, gradient in zip(schedule.program.inputs, gradients, strict=False):  # type: ignore[arg-type]
+        if source.trainable and gradient is None:
+            raise VerifierError(f"{where}{source.name} is trainable but gets no gradient")
+        if not source.trainable and gradient is not None:
+            raise VerifierError(f"{where}{source.name} is frozen but gets the gradient {gradient}")

@@ -1,0 +1,89 @@
+"""Artefacts: the compiled parts of a template, and the handles that stand for them in a schedule."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import fx
+
+from protrain_compile import compat
+from protrain_compile.options import CompileMode
+from protrain_compile.program import Template
+
+log = logging.getLogger("protrain_compile.artefacts")
+
+Role = Literal["forward", "recompute", "backward"]
+
+
+class Artefact:
+    """One part of a template, called from schedule graphs.
+
+    The call is boxed: it takes its inputs in a list, empties the list, and lets each input die at its last use.
+    """
+
+    def __init__(self, template: Template, role: Role, graph: fx.GraphModule) -> None:
+        self.__name__ = f"{template.name}_{role}"
+        self.__qualname__ = self.__name__
+        self.__module__ = "artefact"
+        self.role = role
+        self.graph = graph
+        self._run: Callable[[list[Any]], Sequence[Any]] | None = None
+
+    def __call__(self, boxed: list[Any], *, stream: str) -> Sequence[Any]:
+        """Run on ``stream`` (the current one is ``compute``); return the results in order."""
+        assert self._run is not None, f"{self.__name__} was scheduled before it was compiled"
+        return self._run(boxed)
+
+    def __repr__(self) -> str:
+        """Return the name that printed graphs show."""
+        return self.__name__
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the artefact can be called."""
+        return self._run is not None
+
+    def compile(self, mode: CompileMode, fake_mode: compat.FakeTensorMode | None) -> None:
+        """Compile with Inductor, or prepare to run the ATen operations one by one."""
+        start = time.perf_counter()
+        if mode == "inductor" and not _is_trivial(self.graph):
+            self._run = compat.compile_with_inductor(self.graph, fake_mode)
+        else:
+            self._run = compat.use_boxed_calls(self.graph).forward
+        log.debug("compiled %s (%s) in %.2f s", self.__name__, mode, time.perf_counter() - start)
+
+
+def _is_trivial(graph: fx.GraphModule) -> bool:
+    return not any(node.op == "call_function" for node in graph.graph.nodes)
+
+
+class ArtefactSet:
+    """All artefacts of a program; each is compiled when a schedule first needs it."""
+
+    def __init__(self, mode: CompileMode) -> None:
+        self.mode = mode
+        self._handles: dict[tuple[Template, Role], Artefact] = {}
+
+    def handle(self, template: Template, role: Role) -> Artefact:
+        """Return the handle of one part of a template."""
+        key = (template, role)
+        if key not in self._handles:
+            assert template.parts is not None
+            graph = getattr(template.parts, role)
+            assert graph is not None, f"{template.name} has no {role}"
+            self._handles[key] = Artefact(template, role, graph)
+        return self._handles[key]
+
+    def compile(self) -> None:
+        """Compile the handles that are not compiled yet."""
+        for (template, _), artefact in self._handles.items():
+            if not artefact.compiled:
+                artefact.compile(self.mode, compat.fake_mode_of(template.joint.graph))
+
+    @property
+    def compiled_count(self) -> int:
+        """How many artefacts were compiled; constant in the depth of the model."""
+        return sum(artefact.compiled for artefact in self._handles.values())

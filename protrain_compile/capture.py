@@ -1,0 +1,90 @@
+"""Capture: from what Dynamo and AOTAutograd hand over to a Program.
+
+Dynamo calls the backend with a graph and its real inputs (``describe_inputs`` reads their names and kinds then:
+later they are fake). AOTAutograd then calls the partitioner with the joint graph, or the inference compiler with the
+forward graph; both become a Program by ``capture_program``. AOTAutograd may drop, reorder or merge inputs, so each
+placeholder of its graph is traced back to the backend's inputs by descriptor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from protrain_compile import compat
+from protrain_compile.program import GraphInput, InputKind, Program, fake_value, is_symbol
+
+
+def describe_inputs(gm: fx.GraphModule) -> list[GraphInput]:
+    """Return what each input of Dynamo's graph is; must be called while the backend runs."""
+    return [_describe(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def _describe(node: fx.Node) -> GraphInput:
+    example, source = compat.traced_example(node)
+    name = source_name(source)
+    if isinstance(example, torch.nn.Parameter):
+        return GraphInput(name, InputKind.PARAMETER)
+    if isinstance(example, torch.nn.Buffer) or "._buffers[" in source:
+        return GraphInput(name, InputKind.BUFFER)
+    if isinstance(example, torch.Tensor):
+        return GraphInput(name, InputKind.INPUT)
+    return GraphInput(name, InputKind.SYMBOL if example is None or isinstance(example, int) else InputKind.INPUT)
+
+
+def source_name(source: str) -> str:
+    """Return ``blocks.0.ln.weight`` for a source such as ``L['self']._modules['blocks']...``."""
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
+    name = re.sub(r"\['?([^'\]]*)'?\]", r".\1", name)
+    return re.sub(r"^[LG]\.(?:self\.)?", "", name)
+
+
+def model_name(gm: fx.GraphModule) -> str:
+    """Return the class name of the outermost module that Dynamo traced, or ``function``."""
+    for node in gm.graph.nodes:
+        for value in (node.meta.get("nn_module_stack") or {}).values():
+            root = value[1]
+            name = root if isinstance(root, str) else root.__name__
+            if re.fullmatch(r"L\['[^']*'\]", str(value[0])):
+                return name.rpartition(".")[2]
+    return "model"
+
+
+def capture_program(
+    name: str, graph: fx.GraphModule, described: Sequence[GraphInput], num_primals: int, num_outputs: int, differentiable: bool
+) -> Program:
+    """Return the Program of AOTAutograd's graph.
+
+    Args:
+        name: What to call the model.
+        graph: The joint graph, or the forward graph of an inference.
+        described: What the backend's inputs are.
+        num_primals: How many placeholders the forward receives; the others are tangents.
+        num_outputs: How many results are forward outputs; the others are gradients.
+        differentiable: Whether ``graph`` is a joint graph.
+    """
+    placeholders = list(graph.graph.find_nodes(op="placeholder"))
+    output = graph.graph.output_node()
+    results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    gradients = results[num_outputs:] if differentiable else ()
+    mutated = compat.mutated_positions(output)
+    inputs = []
+    for number, node in enumerate(placeholders[:num_primals]):
+        position = compat.input_position(node)
+        source = described[position] if position is not None and position < len(described) else None
+        kind = source.kind if source is not None else InputKind.INPUT
+        if is_symbol(node) or not isinstance(fake_value(node), torch.Tensor):
+            kind = InputKind.SYMBOL
+        inputs.append(
+            GraphInput(
+                name=source.name if source is not None else node.name,
+                kind=kind,
+                trainable=number < len(gradients) and gradients[number] is not None,
+                mutated=position is not None and position in mutated,
+            )
+        )
+    return Program(name, graph, tuple(inputs), num_outputs, differentiable)

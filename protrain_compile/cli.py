@@ -1,0 +1,50 @@
+"""The `protrain` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from protrain_compile.demo.run import run
+from protrain_compile.demo.settings import add_arguments, read_settings
+from protrain_compile.errors import OptionError, ProtrainError
+
+DEMO_DESCRIPTION = """\
+Train a byte-level GPT with torch.compile(model, backend="protrain"): prints the schedule that runs, the loss on
+text the model has not seen, and some text that the model makes up. The defaults take about two minutes on two CPU
+cores, and seconds on a GPU."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    try:
+        return run(read_settings(parsed))
+    except OptionError as error:
+        return _usage_error(parsed.parser, error)
+    except ProtrainError as error:
+        print(f"protrain: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130  # what a shell reports for an interrupted command
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="protrain", description="A torch.compile backend that plans the memory of transformer training."
+    )
+    parser.add_argument("--version", action="version", version=f"protrain {version('protrain')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo = commands.add_parser("demo", help="train a small GPT and print the schedule", description=DEMO_DESCRIPTION)
+    add_arguments(demo)
+    demo.set_defaults(parser=demo)
+    return parser
+
+
+def _usage_error(parser: argparse.ArgumentParser, error: OptionError) -> NoReturn:
+    """End the process as argparse does for a bad argument."""
+    parser.error(str(error))

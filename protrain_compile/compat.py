@@ -1,0 +1,212 @@
+"""Everything that depends on the PyTorch version, in one place.
+
+Checked on torch 2.11, 2.13 and 2.14. What is imported here is private to PyTorch; the tests of this module say so when
+a new version moves or changes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from protrain_compile.errors import VersionError
+
+log = logging.getLogger("protrain_compile.compat")
+
+OLDEST = (2, 11)
+NEWEST_TESTED = (2, 14)
+
+
+def check_torch_version(version: str = torch.__version__) -> None:
+    """Refuse a torch that is too old; log a warning for one newer than tested.
+
+    Raises:
+        VersionError: If ``version`` is older than the oldest supported one.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(match[1]), int(match[2])) if match else OLDEST
+    if found < OLDEST:
+        raise VersionError(
+            f"protrain needs torch {OLDEST[0]}.{OLDEST[1]} or newer, and this is torch {version}: "
+            f"pip install --upgrade 'torch>={OLDEST[0]}.{OLDEST[1]}'"
+        )
+    if found > NEWEST_TESTED:
+        log.warning(
+            "torch %s is newer than the newest that protrain was tested with (%d.%d); "
+            "if something fails inside PyTorch, try that version",
+            version,
+            *NEWEST_TESTED,
+        )
+
+
+check_torch_version()
+
+import torch._functorch.config as functorch_config  # noqa: E402
+import torch._inductor.config as inductor_config  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: E402
+from torch._guards import TracingContext, tracing  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
+from torch.fx.graph import CodeGen  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy  # noqa: E402
+
+MUST_SAVE = CheckpointPolicy.MUST_SAVE
+
+
+def run_aot(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    forward_compiler: Callable[..., Any],
+    backward_compiler: Callable[..., Any],
+    inference_compiler: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Trace ``gm`` through AOTAutograd with the given partitioner and compilers.
+
+    Donated buffers are off: the saved token must survive the backward call. Mutations of inputs leave the graph as
+    outputs and are copied back by AOTAutograd, also for inference, so that a graph may be run in pieces.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+
+    with functorch_config.patch(donated_buffer=False, functionalize_rng_ops=False):
+        compile_graph = aot_autograd(
+            fw_compiler=forward_compiler,
+            bw_compiler=backward_compiler,
+            inference_compiler=inference_compiler,
+            partition_fn=partition,
+            decompositions=select_decomp_table,
+            keep_inference_input_mutations=False,
+        )
+        return compile_graph(gm, example_inputs)  # type: ignore[no-any-return]
+
+
+def input_position(placeholder: fx.Node) -> int | None:
+    """Return which of the backend's example inputs a joint-graph placeholder is, or None if it is made by AOTAutograd."""
+    index = getattr(placeholder.meta.get("desc"), "idx", None)
+    return index if isinstance(index, int) else None
+
+
+def mutated_positions(output: fx.Node) -> set[int]:
+    """Return which of the backend's example inputs the graph gives a new value, from its output descriptors."""
+    found = set()
+    for description in output.meta.get("desc") or ():
+        mutated = getattr(description, "mutated_input", None)
+        if isinstance(getattr(mutated, "idx", None), int):
+            found.add(mutated.idx)
+    return found
+
+
+def traced_example(placeholder: fx.Node) -> tuple[Any, str]:
+    """Return the real value and the source expression that Dynamo recorded for a placeholder of its graph."""
+    grapharg = placeholder.meta.get("grapharg")
+    if grapharg is None:
+        return None, placeholder.name
+    source = getattr(grapharg, "source", None)
+    name = getattr(source, "name", placeholder.name)
+    return grapharg.example, str(name() if callable(name) else name)
+
+
+def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
+    """Return ``(reason, place)`` of the graph break that ended Dynamo's graph, or None if it ended by itself."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    place = ""
+    if reason.user_stack:
+        frame = reason.user_stack[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+    return str(reason.reason).strip().splitlines()[0], place
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is running was called with ``retain_graph`` (or ``create_graph``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
+    """Return the fake mode that the values of ``graph`` belong to."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for each in value if isinstance(value, list | tuple) else (value,):
+            mode = getattr(each, "fake_mode", None)
+            if mode is not None:
+                return mode  # type: ignore[no-any-return]
+    return None
+
+
+@contextlib.contextmanager
+def fresh_tracing(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Enter a tracing context of its own: Inductor reports output strides to the current one, once per graph."""
+    from torch._inductor.virtualized import V
+
+    with tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+        yield
+
+
+def random_falls_back() -> bool:
+    """Whether the user asked Inductor to draw random numbers as eager does."""
+    return bool(inductor_config.fallback_random)
+
+
+def prepare_joint(module: fx.GraphModule, fake_mode: FakeTensorMode | None) -> None:
+    """Run Inductor's joint-graph passes (attention patterns, no-op removal, padding) on ``module`` in place."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    with fresh_tracing(fake_mode), unset_fake_temporarily():
+        joint_graph_passes(module)
+
+
+def partition(module: fx.GraphModule, num_outputs: int, static_inputs: list[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint subgraph by functorch's min-cut; ``static_inputs`` live anyway and cost nothing to save."""
+    with functorch_config.patch(graphsafe_rng_functionalization=False):
+        return min_cut_rematerialization_partition(  # type: ignore[no-any-return]
+            module, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static_inputs
+        )
+
+
+def compile_with_inductor(module: fx.GraphModule, fake_mode: FakeTensorMode | None) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile ``module`` with Inductor; the result takes its inputs in a list, which it empties.
+
+    The graph is compiled as if it were no backward: Inductor would otherwise take the donated inputs of the whole
+    captured graph for this one's and overwrite them. All outputs keep their traced strides.
+    """
+    import copy
+
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with unset_fake_temporarily():
+        module = copy.deepcopy(module)
+    output = module.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with fresh_tracing(fake_mode):
+        compiled = compile_fx_inner(module, inputs, static_input_idxs=(), is_backward=False)
+    assert callable(compiled)
+    return compiled
+
+
+class BoxedCodeGen(CodeGen):
+    """Generates a ``forward`` that takes its inputs in one list and empties it, so that each dies at its last use."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        """Return the first lines of the function: unpack the list, then empty it."""
+        names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars if variable != "self"]
+        lines = [f"def {self._func_name}(self, boxed){maybe_return_annotation}:"]
+        if names:
+            lines.append(f"    {', '.join(names)}, = boxed")
+        lines.append("    boxed.clear()")
+        return "\n".join(lines)
+
+
+def use_boxed_calls(module: fx.GraphModule) -> fx.GraphModule:
+    """Make ``module.forward`` take one list, which it empties; return ``module``."""
+    module.graph.set_codegen(BoxedCodeGen())
+    module.recompile()
+    return module

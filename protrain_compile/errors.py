@@ -1,0 +1,25 @@
+"""Errors that protrain raises for its users; each message names the argument and what to do."""
+
+
+class ProtrainError(Exception):
+    """Base of every error that protrain raises on purpose."""
+
+
+class OptionError(ProtrainError, ValueError):
+    """An option or argument that protrain does not know or cannot use."""
+
+
+class PlanError(ProtrainError, ValueError):
+    """A Plan that is malformed or does not fit the model it is used on."""
+
+
+class VersionError(ProtrainError, RuntimeError):
+    """A PyTorch version that lacks what protrain builds on."""
+
+
+class PipelineError(ProtrainError, RuntimeError):
+    """A pass pipeline in an impossible order, or a pass that broke its contract."""
+
+
+class ContextError(ProtrainError, RuntimeError):
+    """A backward whose forward context is gone, or was changed since the forward."""

@@ -1,0 +1,110 @@
+"""The Plan: what was decided about every block. Pure data, JSON both ways.
+
+A Plan either lists one policy per block, in execution order, or is *uniform*: one policy for
+every block of whatever model it meets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast, get_args
+
+from protrain_compile.errors import PlanError
+
+Policy = Literal["keep", "recompute"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What happens to each block's saved values between forward and backward.
+
+    Attributes:
+        policies: One policy per block in execution order, or None for a uniform Plan.
+        uniform_policy: The policy of every block, for a uniform Plan.
+        blocks: Names of the blocks that ``policies`` was made for, if known; a model with other
+            block names is then refused.
+    """
+
+    policies: tuple[Policy, ...] | None = None
+    uniform_policy: Policy | None = None
+    blocks: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse malformed plans where they are made."""
+        if (self.policies is None) == (self.uniform_policy is None):
+            raise PlanError("a Plan takes either policies (one per block) or one policy for all: use Plan.uniform")
+        object.__setattr__(self, "policies", None if self.policies is None else tuple(self.policies))
+        object.__setattr__(self, "blocks", None if self.blocks is None else tuple(self.blocks))
+        for policy in self.policies if self.policies is not None else (self.uniform_policy,):
+            if policy not in POLICIES:
+                raise PlanError(f"plan: unknown policy {policy!r}; the policies are {', '.join(POLICIES)}")
+        if self.blocks is not None and (self.policies is None or len(self.blocks) != len(self.policies)):
+            raise PlanError("plan: blocks, when given, names each entry of policies")
+
+    @classmethod
+    def uniform(cls, policy: str = "keep") -> Plan:
+        """Return a Plan that gives ``policy`` to every block of any model."""
+        return cls(uniform_policy=cast("Policy", policy))
+
+    def fit(self, block_names: Sequence[str]) -> Plan:
+        """Return this Plan with one policy for each of ``block_names``.
+
+        Raises:
+            PlanError: If the Plan was made for other blocks; the message says what differs.
+        """
+        names = tuple(block_names)
+        if self.uniform_policy is not None:
+            return Plan(policies=(self.uniform_policy,) * len(names), blocks=names)
+        assert self.policies is not None
+        if len(self.policies) != len(names):
+            shown = f" ({names[0]} to {names[-1]})" if names else ""
+            raise PlanError(
+                f"plan has {len(self.policies)} block policies, but this graph has {len(names)} blocks{shown}; "
+                "give one policy per block, or use Plan.uniform(policy=...)"
+            )
+        if self.blocks is not None and self.blocks != names:
+            index = next(i for i, (ours, theirs) in enumerate(zip(self.blocks, names, strict=True)) if ours != theirs)
+            raise PlanError(
+                f"plan was made for block {index} = {self.blocks[index]!r}, but this graph's block {index} is "
+                f"{names[index]!r}; make the plan anew for this model, or leave `blocks` out"
+            )
+        return Plan(policies=self.policies, blocks=names)
+
+    def to_json(self) -> str:
+        """Return the Plan as JSON text."""
+        return json.dumps({k: v for k, v in dataclasses.asdict(self).items() if v is not None})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the Plan that ``to_json`` wrote.
+
+        Raises:
+            PlanError: If ``text`` is not JSON or not a Plan.
+        """
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"plan is not JSON: {error}") from error
+        return cls.from_mapping(fields)
+
+    @classmethod
+    def from_mapping(cls, fields: Any) -> Plan:
+        """Return the Plan that a JSON object describes.
+
+        Raises:
+            PlanError: If a field is unknown or of the wrong kind.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(fields, Mapping):
+            raise PlanError(f"plan must be a JSON object with the fields {', '.join(known)}")
+        unknown = sorted(set(fields) - set(known))
+        if unknown:
+            raise PlanError(f"plan has unknown fields {', '.join(unknown)}; the fields are {', '.join(known)}")
+        for name in ("policies", "blocks"):
+            value = fields.get(name)
+            if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)):
+                raise PlanError(f"plan: {name} must be a list of strings")
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})

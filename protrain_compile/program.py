@@ -1,0 +1,219 @@
+"""The Program: one captured graph, its inputs, and the segments and templates found in it.
+
+Structure passes fill it in step by step::
+
+    capture            graph, inputs, tangents
+    tag_blocks         stages, stage_of      every node belongs to one stretch of the model
+    seed_randomness    (graph)               random draws become functions of seeds made in the prologue
+    outline_blocks     segments              one joint subgraph per stage
+    dedupe_templates   templates             what structurally identical segments share
+    partition_templates  template.parts      forward, recompute and backward of each template
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+
+class InputKind(enum.Enum):
+    """What a graph input is to the user."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    SYMBOL = "symbol"
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphInput:
+    """One input of the captured graph.
+
+    Attributes:
+        name: Where it comes from, such as ``blocks.0.attn.qkv.weight``.
+        kind: Parameter, buffer, user input, or a symbolic size.
+        trainable: Whether the graph computes a gradient for it.
+        mutated: Whether the forward gives it a new value (BatchNorm statistics, counters).
+    """
+
+    name: str
+    kind: InputKind
+    trainable: bool = False
+    mutated: bool = False
+
+    @property
+    def held_by_model(self) -> bool:
+        """Whether the model, not the caller, owns it."""
+        return self.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+
+
+StageKind = Literal["prologue", "block", "between", "epilogue"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stretch of the model that runs as one piece.
+
+    Attributes:
+        kind: ``prologue`` (before the first block), ``block``, ``between`` (other modules between two blocks), ``epilogue``.
+        name: What messages call it, such as ``block 3``.
+        path: Module path of a block, such as ``model.layers.3``; empty for the others.
+    """
+
+    kind: StageKind
+    name: str
+    path: str = ""
+
+
+RefKind = Literal["input", "saved", "tangent"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """An argument of an artefact: a segment input, a saved value, or a tangent, by position."""
+
+    kind: RefKind
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A template's three graphs and how a segment's values feed them.
+
+    Attributes:
+        forward: ``(inputs) -> (outputs..., saved...)``.
+        forward_inputs: Segment inputs that ``forward`` takes, by position.
+        num_outputs: How many of the forward's results are outputs; the rest are saved values.
+        pinned: Saved values that are never recomputed (random draws, routing decisions), by position.
+        recompute: ``(recompute_inputs) -> saved values listed in recomputed``; None if nothing can be recomputed.
+        recompute_inputs: What it takes: segment inputs and pinned saved values.
+        recomputed: Saved values that ``recompute`` returns, by position.
+        backward: ``(backward_inputs) -> gradients``; None for a segment without one.
+        backward_inputs: What it takes: segment inputs, saved values, tangents.
+    """
+
+    forward: fx.GraphModule
+    forward_inputs: tuple[int, ...]
+    num_outputs: int
+    pinned: frozenset[int] = frozenset()
+    recompute: fx.GraphModule | None = None
+    recompute_inputs: tuple[Ref, ...] = ()
+    recomputed: tuple[int, ...] = ()
+    backward: fx.GraphModule | None = None
+    backward_inputs: tuple[Ref, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One stage's part of the captured graph, as a joint subgraph.
+
+    The subgraph's placeholders are ``primals_*`` (bound to ``inputs``) then ``tangents_*``; its outputs are
+    the forward outputs then the gradients. All four tuples hold nodes of the captured graph.
+    """
+
+    stage: Stage
+    joint: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    gradients: tuple[fx.Node, ...]
+    input_roles: tuple[str, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class Template:
+    """What structurally identical segments share; partitioned, compiled and profiled once.
+
+    Attributes:
+        name: Short name, such as ``t1``.
+        joint: The joint subgraph of the first segment of this structure.
+        input_roles: Per input: ``parameter``, ``buffer``, ``mutated`` or ``value``.
+        num_outputs: How many of the subgraph's results are forward outputs.
+        parts: Set by partition_templates.
+    """
+
+    name: str
+    joint: fx.GraphModule
+    input_roles: tuple[str, ...]
+    num_outputs: int
+    parts: Parts | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """One captured graph and what the structure passes found in it.
+
+    Attributes:
+        name: The model's class name.
+        graph: The joint graph (placeholders: primals, then tangents), or the inference graph.
+        inputs: What each primal is, in placeholder order.
+        num_outputs: How many of the graph's results are forward outputs.
+        differentiable: Whether the graph has a backward.
+        stages: The stretches, in execution order.
+        stage_of: The stage (by index) of every node but placeholders and the output.
+        backward_nodes: The nodes that run in the backward.
+        segments: One per non-empty stage, in execution order.
+        templates: The distinct structures, and ``template_of`` each segment.
+        notes: Things worth telling the user about this graph.
+    """
+
+    name: str
+    graph: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    num_outputs: int
+    differentiable: bool
+    stages: tuple[Stage, ...] = ()
+    stage_of: dict[fx.Node, int] = dataclasses.field(default_factory=dict)
+    backward_nodes: set[fx.Node] = dataclasses.field(default_factory=set)
+    segments: tuple[Segment, ...] = ()
+    templates: tuple[Template, ...] = ()
+    template_of: tuple[int, ...] = ()
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """All placeholders: primals, then tangents."""
+        return list(self.graph.graph.find_nodes(op="placeholder"))
+
+    @property
+    def primals(self) -> list[fx.Node]:
+        """The placeholders that the forward receives, in order."""
+        return self.placeholders[: len(self.inputs)]
+
+    @property
+    def tangents(self) -> list[fx.Node]:
+        """The placeholders that the backward receives from autograd, in order."""
+        return self.placeholders[len(self.inputs) :]
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What the graph returns: forward outputs, then gradients (nodes, or None)."""
+        return tuple(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Module paths of the blocks that have a segment, in execution order."""
+        return tuple(segment.stage.path for segment in self.segments if segment.stage.kind == "block")
+
+    def graph_modules(self) -> dict[str, fx.GraphModule]:
+        """Return the graph that passes rewrite, by name."""
+        return {"joint" if self.differentiable else "inference": self.graph}
+
+    def calls(self) -> Iterator[fx.Node]:
+        """Yield the nodes that do something: all but placeholders and the output."""
+        return (node for node in self.graph.graph.nodes if node.op not in ("placeholder", "output"))
+
+
+def fake_value(node: fx.Node) -> Any:
+    """Return the fake value that tracing recorded for ``node`` (a tensor, a symbol, or a tuple of them)."""
+    return node.meta.get("val")
+
+
+def is_symbol(node: fx.Node) -> bool:
+    """Whether ``node`` stands for a symbolic number rather than a tensor."""
+    return isinstance(fake_value(node), torch.SymInt | torch.SymFloat | torch.SymBool)

@@ -1,0 +1,1 @@
+"""Reports: the printed schedule, its JSON, and how to find the schedules of a compiled model."""

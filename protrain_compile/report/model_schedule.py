@@ -1,0 +1,111 @@
+"""``schedule(model)``: the schedules that a compiled model runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from protrain_compile.errors import ProtrainError
+from protrain_compile.options import parse_plan
+from protrain_compile.plan import Plan
+from protrain_compile.report.registry import live_graphs
+from protrain_compile.report.render import render, to_dict
+from protrain_compile.runtime.compiled_graph import Binding, CompiledGraph
+from protrain_compile.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One compiled graph of a model, and the bindings through which the model runs it."""
+
+    graph: CompiledGraph
+    bindings: tuple[Binding, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule in use."""
+        return self.bindings[0].schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSchedule:
+    """All compiled graphs of one model, in the order in which they were compiled.
+
+    A model without graph breaks has one for training and one for inference once both were called; every graph break
+    adds pieces, and new input shapes may add more.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        """The graphs that run, by name: ``forward``, ``backward``, ``inference``; further pieces end in ``.1``, ``.2``, ..."""
+        found: dict[str, fx.GraphModule] = {}
+        for part in self.parts:
+            for name, module in part.schedule.graphs.items():
+                number = sum(each.partition(".")[0] == name for each in found)
+                found[f"{name}.{number}" if number else name] = module
+        return found
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use, of the first graph that has blocks (else of the first graph)."""
+        with_blocks = (part for part in self.parts if part.schedule.plan.policies)
+        return next(with_blocks, self.parts[0]).schedule.plan
+
+    def use(self, plan: Plan | str | Mapping[str, Any]) -> None:
+        """Run this model by ``plan`` from the next forward on; contexts that are alive keep theirs.
+
+        Raises:
+            PlanError: If the plan does not fit one of the model's graphs; then nothing changes.
+        """
+        wanted = parse_plan(plan)
+        schedules = [part.graph.schedule_for(wanted) for part in self.parts]
+        for part, schedule in zip(self.parts, schedules, strict=True):
+            for binding in part.bindings:
+                binding.schedule = schedule
+
+    def render(self, *, full: bool = False) -> str:
+        """Return the printed schedules; ``full`` prints every block."""
+        texts = [render(part.graph, part.schedule, full=full) for part in self.parts]
+        breaks = [part for part in self.parts if part.graph.origin.break_reason]
+        if breaks:
+            calls = sum(len(part.bindings) for part in self.parts)
+            texts.insert(
+                0,
+                f"protrain: {len(self.parts)} graphs, bound {calls} times, {len(breaks)} of them ending at a graph break: values "
+                "that cross a break stay in memory until their backward, whatever the plan",
+            )
+        return "\n".join(texts)
+
+    def to_json(self) -> str:
+        """Return plans, segments and operations of all graphs as JSON text."""
+        return json.dumps({"graphs": [to_dict(part.graph, part.schedule) for part in self.parts]}, indent=1)
+
+
+def schedule(model: torch.nn.Module) -> ModelSchedule:
+    """Return the schedules that ``model`` runs: what ``torch.compile(model, backend="protrain")`` returned, or its original.
+
+    Raises:
+        ProtrainError: If the model was not called yet, or was compiled by another backend.
+        TypeError: If ``model`` is no module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"schedule: model must be the compiled torch.nn.Module, got {type(model).__name__}")
+    tensors = [*model.parameters(), *model.buffers()]
+    parts = []
+    for graph in sorted(live_graphs, key=lambda each: each.number):
+        bindings = graph.bindings_of(tensors)
+        if bindings:
+            parts.append(Part(graph, tuple(bindings)))
+    if not parts:
+        raise ProtrainError(
+            "schedule: this model has not run under the protrain backend yet: call "
+            'torch.compile(model, backend="protrain") and run one forward'
+        )
+    return ModelSchedule(tuple(parts))

@@ -1,0 +1,80 @@
+"""The Schedule: the ordered nodes that carry a Plan out, as graphs that run as they are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import fx
+
+from protrain_compile.artefacts import ArtefactSet
+from protrain_compile.plan import Plan
+from protrain_compile.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What a schedule node does, for printing and checking; stored as ``node.meta["operation"]``.
+
+    Attributes:
+        op: Name of the operation: forward, recompute, backward, snapshot.
+        what: What it works on, such as ``block 3``.
+        stream: The stream it runs on.
+        segment: Index of the segment it belongs to.
+        saved_bytes: Bytes that it leaves for the backward.
+    """
+
+    op: str
+    what: str
+    stream: str
+    segment: int
+    saved_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardInputs:
+    """What the backward graph's placeholders are, in order: primals, kept values, tangents.
+
+    Attributes:
+        primals: Positions among the forward's arguments; bound again from the context, never saved by value.
+        num_kept: How many values of the forward follow; the forward graph returns them after its outputs.
+        tangents: Positions among the tangents that autograd hands over.
+    """
+
+    primals: tuple[int, ...] = ()
+    num_kept: int = 0
+    tangents: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Schedule:
+    """Graphs of artefact calls and named operations, each with its stream in the keyword arguments.
+
+    Attributes:
+        program: What is scheduled.
+        plan: One policy for each block of the program.
+        artefacts: The compiled parts that the graphs call.
+        graphs: ``forward`` and ``backward``, or ``inference``; boxed calls (one list in, emptied).
+        backward_inputs: How the backward's placeholders are bound.
+    """
+
+    program: Program
+    plan: Plan
+    artefacts: ArtefactSet
+    graphs: dict[str, fx.GraphModule] = dataclasses.field(default_factory=dict)
+    backward_inputs: BackwardInputs = BackwardInputs()
+
+    def graph_modules(self) -> dict[str, fx.GraphModule]:
+        """Return the graphs that passes rewrite, by name."""
+        return self.graphs
+
+    @property
+    def entry(self) -> fx.GraphModule:
+        """The graph that a call of the compiled model runs."""
+        return self.graphs["forward" if self.program.differentiable else "inference"]
+
+
+def operation_of(node: fx.Node) -> Operation | None:
+    """Return what a schedule node does, or None for plumbing (pack, getitem, placeholders)."""
+    operation: Any = node.meta.get("operation")
+    return operation if isinstance(operation, Operation) else None
