@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import NoReturn
 
 from protrain_compile.demo.run import run
 from protrain_compile.demo.settings import add_arguments, read_settings
@@ -20,12 +19,12 @@ cores, and seconds on a GPU."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = _parser()
-    parsed = parser.parse_args(arguments)
+    parsed = _parser().parse_args(arguments)
+    command: argparse.ArgumentParser = parsed.parser
     try:
         return run(read_settings(parsed))
     except OptionError as error:
-        return _usage_error(parsed.parser, error)
+        command.error(str(error))
     except ProtrainError as error:
         print(f"protrain: error: {error}", file=sys.stderr)
         return 1
@@ -43,8 +42,3 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(demo)
     demo.set_defaults(parser=demo)
     return parser
-
-
-def _usage_error(parser: argparse.ArgumentParser, error: OptionError) -> NoReturn:
-    """End the process as argparse does for a bad argument."""
-    parser.error(str(error))

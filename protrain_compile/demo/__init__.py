@@ -1,0 +1,1 @@
+"""The demo behind `protrain demo`: a byte-level GPT trained on real text."""

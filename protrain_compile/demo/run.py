@@ -1,0 +1,133 @@
+"""The demo from start to end: text, model, training, evaluation, sample, check."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import textwrap
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from protrain_compile.demo.data import Batch, batches, load_text, split_text
+from protrain_compile.demo.generate import generate
+from protrain_compile.demo.model import GPT, VOCABULARY
+from protrain_compile.demo.settings import Settings, missing_compiler
+from protrain_compile.demo.train import LossFunction, Trainer, evaluate, largest_difference
+
+BACKEND = "protrain"
+VALIDATION_BATCHES = 20
+
+TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.05}
+"""Largest relative difference from eager that `--check` accepts, by the type of matrix products.
+
+Both are the same computation in another order of rounding, whose differences training amplifies step by step.
+"""
+
+
+def run(settings: Settings) -> int:
+    """Run the demo and return its exit status: 1 if `--check` found another loss curve than eager's."""
+    training, validation = split_text(load_text(settings.text), settings.seq)
+    settings = _with_usable_compiler(settings)
+    torch.manual_seed(settings.seed)
+    model = GPT(blocks=settings.blocks, width=settings.width, heads=settings.heads, max_length=settings.seq)
+    model.to(settings.device)
+    eager = copy.deepcopy(model) if settings.check else None
+    _describe(settings, model, training, validation)
+
+    compiled = _compile(model, settings)
+    trainer = _train(model, compiled, training, settings, label="training")
+    _report_training(trainer, settings)
+    _report_validation(model, compiled, validation, settings)
+    _report_sample(model, settings)
+    if eager is None:
+        return 0
+    reference = _train(eager, eager, training, settings, label="eager")
+    return _report_check(trainer, reference, settings)
+
+
+def _with_usable_compiler(settings: Settings) -> Settings:
+    if settings.compile == "eager":
+        return settings
+    missing = missing_compiler(settings.device)
+    if missing is None:
+        return settings
+    print(f"note: --compile inductor needs a {missing}; continuing with --compile eager, which is slower")
+    return dataclasses.replace(settings, compile="eager")
+
+
+def _describe(settings: Settings, model: GPT, training: Tensor, validation: Tensor) -> None:
+    source = settings.text or "Python's documentation topics"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"text      {source}: {len(training):,} bytes to train on, {len(validation):,} to validate on")
+    print(
+        f"model     {settings.blocks} blocks of width {settings.width}, {settings.heads} heads, "
+        f"{parameters / 1e6:.2f} M parameters"
+    )
+    print(
+        f"training  {settings.steps} steps of {settings.batch} x {settings.seq} bytes on {settings.device}, "
+        f"{str(settings.dtype).removeprefix('torch.')}",
+        flush=True,
+    )
+
+
+def _compile(model: GPT, settings: Settings) -> LossFunction:
+    return torch.compile(
+        model,
+        backend=BACKEND,
+        options={"plan": settings.plan.to_json(), "schedule": settings.schedule, "compile": settings.compile},
+    )
+
+
+def _train(model: GPT, loss_of: LossFunction, data: Tensor, settings: Settings, *, label: str) -> Trainer:
+    trainer = Trainer(
+        model, loss_of, device=settings.device, dtype=settings.dtype, steps=settings.steps, lr=settings.lr
+    )
+    trainer.run(_batches(data, settings, count=settings.steps), label=label)
+    return trainer
+
+
+def _batches(data: Tensor, settings: Settings, *, count: int) -> Iterator[Batch]:
+    return batches(
+        data,
+        count=count,
+        batch=settings.batch,
+        length=settings.seq,
+        seed=settings.seed,
+        device=settings.device,
+    )
+
+
+def _report_training(trainer: Trainer, settings: Settings) -> None:
+    tokens = (len(trainer.losses) - 1) * settings.batch * settings.seq
+    speed = f", {tokens / trainer.seconds:,.0f} tokens/s" if tokens else ""
+    print(f"training loss {trainer.losses[0]:.3f} -> {trainer.losses[-1]:.3f}{speed}")
+    if settings.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(settings.device)
+        print(f"peak memory {peak / 2**20:,.0f} MiB")
+
+
+def _report_validation(model: GPT, compiled: LossFunction, data: Tensor, settings: Settings) -> None:
+    held_out = _batches(data, settings, count=VALIDATION_BATCHES)
+    loss = evaluate(model, compiled, held_out, dtype=settings.dtype)
+    print(f"validation loss {loss:.3f} nats a byte (guessing: {math.log(VOCABULARY):.3f})", flush=True)
+
+
+def _report_sample(model: GPT, settings: Settings) -> None:
+    if settings.sample == 0:
+        return
+    text = generate(model, settings.prompt, count=settings.sample, seed=settings.seed)
+    print(f"sample\n{textwrap.indent(text.decode(errors='replace'), '  | ', lambda _: True)}")
+
+
+def _report_check(trainer: Trainer, reference: Trainer, settings: Settings) -> int:
+    difference = largest_difference(trainer.losses, reference.losses)
+    tolerance = TOLERANCE[settings.dtype]
+    passed = difference <= tolerance
+    print(
+        f"check {'passed' if passed else 'FAILED'}: over {settings.steps} steps the loss differs from eager's by "
+        f"at most {difference:.1e} (relative; tolerance {tolerance:.0e})"
+    )
+    return 0 if passed else 1
