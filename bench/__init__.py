@@ -1,0 +1,1 @@
+"""Benchmarks. Run them from the repository root, such as ``python -m bench.throughput --tiny``."""
