@@ -39,8 +39,9 @@ class Shape:
     def describe(self) -> str:
         """Return the sizes as one line."""
         return (
-            f"{self.layers} Llama-like blocks, width {self.width}, {self.heads} heads, intermediate {self.intermediate}, "
-            f"vocabulary {self.vocabulary}; sequence {self.sequence}, batch {self.batch}"
+            f"{self.layers} Llama-like blocks, width {self.width}, {self.heads} heads, "
+            f"intermediate {self.intermediate}, vocabulary {self.vocabulary}; "
+            f"sequence {self.sequence}, batch {self.batch}"
         )
 
 

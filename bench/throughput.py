@@ -1,8 +1,8 @@
 """Training throughput and peak memory of protrain beside ``torch.compile(model)``, in one process.
 
-Every arm compiles the same model object, so that weights, batch and allocator are the same. Rounds are interleaved and
-their order rotates; a figure is the median over rounds. There is no optimizer: a step is forward, backward, and dropping the
-gradients. Losses and gradient norms of the arms are compared before anything is timed.
+Every arm compiles the same model object, so that weights, batch and allocator are the same. Rounds are interleaved
+and their order rotates; a figure is the median over rounds. There is no optimizer: a step is forward, backward, and
+dropping the gradients. Losses and gradient norms of the arms are compared before anything is timed.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ from protrain_compile.schedule import Schedule
 __all__ = ["Pass", "PassRecord", "Pipeline", "pass_names", "schedule_pipeline", "structure_pipeline"]
 
 
-def structure_pipeline(
-    *, inductor: bool, inductor_draws: bool, print_after: str | None = None
-) -> Pipeline[Program]:
+def structure_pipeline(*, inductor: bool, inductor_draws: bool, print_after: str | None = None) -> Pipeline[Program]:
     """Return the passes that find segments and templates in a captured graph.
 
     Args:

@@ -25,7 +25,7 @@ from passes.node_facts import is_effectful
 from protrain_compile import ops
 from protrain_compile.artefacts import Role
 from protrain_compile.compat import use_boxed_calls
-from protrain_compile.program import Parts, Ref, Segment, fake_value
+from protrain_compile.program import Parts, Ref, Segment, fake_value, results_of
 from protrain_compile.schedule import BackwardInputs, Operation, Schedule
 from protrain_compile.sizes import size_bytes
 
@@ -94,7 +94,7 @@ class _Writer:
         made = self.graph.call_function(handle, (packed,), {"stream": "compute"})
         what = self.program.segments[segment].stage.name
         made.meta["operation"] = Operation(role, what, "compute", segment)
-        made.meta["results"] = tuple(fake_value(node) for node in handle.graph.graph.output_node().args[0])  # type: ignore
+        made.meta["results"] = tuple(fake_value(node) for node in results_of(handle.graph))
         for index, key in enumerate(results):
             if key is not None and key not in self.values:
                 item = self.graph.call_function(operator.getitem, (made, index))
@@ -111,7 +111,9 @@ class _Writer:
         return self.values[key]
 
     def finish(self, results: Sequence[Any]) -> fx.GraphModule:
-        self.graph.output(tuple(self.value(each) if isinstance(each, fx.Node | SavedValue) else each for each in results))
+        self.graph.output(
+            tuple(self.value(each) if isinstance(each, fx.Node | SavedValue) else each for each in results)
+        )
         return use_boxed_calls(fx.GraphModule(self.attributes, self.graph))
 
 
@@ -122,7 +124,7 @@ class _Forward(_Writer):
         for node, source in zip(primals, self.program.inputs, strict=True):
             self.values[node] = self.graph.placeholder(node.name)
             self.values[node].meta.update(val=fake_value(node), input=source)
-        snapshots = {key: self._snapshot(key) for key in kept if key in primals}
+        snapshots: dict[Any, Key] = {key: self._snapshot(key) for key in kept if key in primals}
         returned = set(self.program.results[: self.program.num_outputs])
         wanted = _consumed(self.program.segments, self.parts) | returned | set(kept)
         for index, segment in enumerate(self.program.segments):
@@ -133,7 +135,8 @@ class _Forward(_Writer):
     def _segment(self, index: int, segment: Segment, wanted: set[Any]) -> None:
         parts = self.parts(index)
         saved = [SavedValue(index, j) for j in range(_num_saved(parts))]
-        results: list[Key | None] = [key if key in wanted else None for key in (*segment.outputs, *saved)]
+        produced: list[Key] = [*segment.outputs, *saved]
+        results = [key if key in wanted else None for key in produced]
         if not any(results) and not any(is_effectful(node) for node in parts.forward.graph.nodes):
             return
         made = self.call(index, "forward", [segment.inputs[i] for i in parts.forward_inputs], results)
@@ -153,7 +156,7 @@ class _Forward(_Writer):
 
 
 def _num_saved(parts: Parts) -> int:
-    return len(parts.forward.graph.output_node().args[0]) - parts.num_outputs  # type: ignore[arg-type]
+    return len(results_of(parts.forward)) - parts.num_outputs
 
 
 def _consumed(segments: Sequence[Segment], parts_of: Any) -> set[Any]:
@@ -165,8 +168,8 @@ class _Backward(_Writer):
     def __init__(self, schedule: Schedule, policies: tuple[str, ...]) -> None:
         super().__init__(schedule)
         self.policies = policies
-        self.position = {node: i for i, node in enumerate(self.program.primals)}
-        self.tangent_position = {node: i for i, node in enumerate(self.program.tangents)}
+        self.position: dict[Key, int] = {node: i for i, node in enumerate(self.program.primals)}
+        self.tangent_position: dict[Key, int] = {node: i for i, node in enumerate(self.program.tangents)}
         self.mutated = {n for n, s in zip(self.program.primals, self.program.inputs, strict=True) if s.mutated}
         self.needed: dict[str, list[Key]] = {"primals": [], "kept": [], "tangents": []}
 
@@ -178,9 +181,9 @@ class _Backward(_Writer):
     def inputs(self) -> BackwardInputs:
         """Return how the placeholders are bound."""
         return BackwardInputs(
-            primals=tuple(self.position[key] for key in self.needed["primals"]),  # type: ignore[index]
+            primals=tuple(self.position[key] for key in self.needed["primals"]),
             num_kept=len(self.kept),
-            tangents=tuple(self.tangent_position[key] for key in self.needed["tangents"]),  # type: ignore[index]
+            tangents=tuple(self.tangent_position[key] for key in self.needed["tangents"]),
         )
 
     def build(self) -> fx.GraphModule:
@@ -218,7 +221,7 @@ class _Backward(_Writer):
             node = self.graph.placeholder(name)
         node.meta.update(val=self._fake(key), kind=kind)
         if key in self.position:
-            node.meta["input"] = self.program.inputs[self.position[key]]  # type: ignore[index]
+            node.meta["input"] = self.program.inputs[self.position[key]]
         self.needed[kind].append(key)
         self.values[key] = node
         return node
@@ -227,7 +230,7 @@ class _Backward(_Writer):
         if isinstance(key, fx.Node):
             return fake_value(key)
         parts = self.parts(key.segment)
-        return fake_value(parts.forward.graph.output_node().args[0][parts.num_outputs + key.index])  # type: ignore
+        return fake_value(results_of(parts.forward)[parts.num_outputs + key.index])
 
     def _order_placeholders(self) -> None:
         """Put the placeholders in the order in which the runtime binds them."""

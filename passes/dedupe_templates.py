@@ -71,7 +71,7 @@ def _target_key(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _key(value: Any, numbers: Mapping[fx.Node, int]) -> Any:
-    """Return ``value`` with nodes replaced by their numbers and containers by tuples; types tell 1 from 1.0 and True."""
+    """Return ``value`` with nodes replaced by numbers and containers by tuples; types tell 1 from 1.0 and True."""
     if isinstance(value, fx.Node):
         return ("node", numbers[value])
     if isinstance(value, list | tuple):

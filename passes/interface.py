@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -86,7 +87,9 @@ class Pipeline(Generic[State]):
                 raise PipelineError(f"pass {each.name} requires {', '.join(missing)}, which no earlier pass provides")
             again = sorted(each.provides & have)
             if again:
-                raise PipelineError(f"pass {each.name} provides {', '.join(again)}, which an earlier pass provides already")
+                raise PipelineError(
+                    f"pass {each.name} provides {', '.join(again)}, which an earlier pass provides already"
+                )
             have |= each.provides
 
     def run(self, state: State) -> tuple[PassRecord, ...]:
@@ -137,5 +140,4 @@ def _difference(before: Signature, after: Signature) -> dict[str, int]:
 
 def _print_graphs(state: HasGraphs, name: str) -> None:
     for title, module in state.graph_modules().items():
-        print(f"# after {name}: {title}")
-        print(module.graph)
+        sys.stdout.write(f"# after {name}: {title}\n{module.graph}\n")

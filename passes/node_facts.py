@@ -12,10 +12,14 @@ from protrain_compile.program import fake_value
 
 aten = torch.ops.aten
 
-HEAVY_NAMES = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "matmul", "_grouped_mm", "grouped_mm"})
+HEAVY_NAMES = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "matmul", "_grouped_mm", "grouped_mm"}
+)
 """Operations that dominate a transformer's time; attention kernels are recognised by their name's ending."""
 
-ROUTING_OPS = frozenset({aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default, aten.nonzero.default})
+ROUTING_OPS = frozenset(
+    {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default, aten.nonzero.default}
+)
 """Decisions that a recompute must not make again: a tie broken the other way would send a token elsewhere."""
 
 PARAMETER_CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
@@ -73,7 +77,7 @@ def is_effectful(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, OpOverload):
         return bool(target._schema.is_mutable)
-    return isinstance(target, HigherOrderOperator) and target.name() in ("with_effects", "print", "call_torchbind")
+    return isinstance(target, HigherOrderOperator) and target.__name__ in ("with_effects", "print", "call_torchbind")
 
 
 def never_recompute(node: fx.Node) -> bool:

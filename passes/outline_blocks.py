@@ -144,7 +144,11 @@ def _input_roles(program: Program) -> dict[fx.Node, str]:
 
 
 def _extract(
-    owner: fx.GraphModule, inputs: list[fx.Node], tangents: list[fx.Node], nodes: _StageNodes, results: Iterable[fx.Node]
+    owner: fx.GraphModule,
+    inputs: list[fx.Node],
+    tangents: list[fx.Node],
+    nodes: _StageNodes,
+    results: Iterable[fx.Node],
 ) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -171,4 +175,3 @@ def _attribute(owner: fx.GraphModule, target: str) -> Any:
     for name in target.split("."):
         value = getattr(value, name)
     return value
-

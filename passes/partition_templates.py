@@ -106,14 +106,16 @@ class _Split:
         found: set[fx.Node] = set()
         parameters = {
             node
-            for node, role in zip(self.forward.graph.find_nodes(op="placeholder"), self.template.input_roles, strict=True)
+            for node, role in zip(
+                self.forward.graph.find_nodes(op="placeholder"), self.template.input_roles, strict=True
+            )
             if role == "parameter"
         }
         for node in self.forward.graph.nodes:
             sources = node.all_input_nodes
-            if sources and (is_view(node) or is_parameter_cast(node)):
-                if all(source in found or source in parameters for source in sources):
-                    found.add(node)
+            derived = bool(sources) and all(source in found or source in parameters for source in sources)
+            if derived and (is_view(node) or is_parameter_cast(node)):
+                found.add(node)
         return found
 
     def _recompute_graph(self) -> fx.GraphModule | None:

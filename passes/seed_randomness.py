@@ -32,7 +32,7 @@ from protrain_compile.program import Program, fake_value
 
 aten = torch.ops.aten
 
-DRAW_MODES = {aten.rand.default: "rand", aten.randn.default: "randn"}
+DRAW_MODES: dict[Any, str] = {aten.rand.default: "rand", aten.randn.default: "randn"}
 
 
 class SeedRandomness:
@@ -89,7 +89,7 @@ def _seed(program: Program, device: torch.device, draws: list[fx.Node]) -> None:
 
 def _seeded_draw(program: Program, draw: fx.Node, seed: fx.Node) -> fx.Node:
     result = fake_value(draw)
-    mode = DRAW_MODES.get(draw.target)  # type: ignore[arg-type]
+    mode = DRAW_MODES.get(draw.target)
     if mode is None:
         low, high, size = draw.args
         made = _insert(program, draw, inductor_prims.randint, (low, high, size, seed), like=draw)

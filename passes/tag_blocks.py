@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -163,7 +164,7 @@ def _is_run(calls: list[ModuleCall], forward: Sequence[fx.Node]) -> bool:
 
 
 def _pairs(calls: list[ModuleCall]) -> Iterator[tuple[ModuleCall, ModuleCall]]:
-    return zip(calls, calls[1:], strict=False)
+    return itertools.pairwise(calls)
 
 
 def _structure(call: ModuleCall, forward: Sequence[fx.Node]) -> tuple[tuple[str, int], ...]:

@@ -17,7 +17,7 @@ from torch import fx
 from passes.node_facts import is_parameter_cast, is_view, never_recompute
 from protrain_compile import ops
 from protrain_compile.errors import ProtrainError
-from protrain_compile.program import Parts, Program, Template
+from protrain_compile.program import Parts, Program, Template, results_of
 from protrain_compile.schedule import Schedule, operation_of
 
 
@@ -49,7 +49,8 @@ def _check_stages(program: Program, pass_name: str) -> None:
             here, there = program.stage_of[node], program.stage_of[source]
             if (here > there) if backward else (here < there):
                 raise VerifierError(
-                    f"after {pass_name}: {node.name} runs in stage {here}, before its input {source.name} in stage {there}"
+                    f"after {pass_name}: {node.name} runs in stage {here}, "
+                    f"before its input {source.name} in stage {there}"
                 )
 
 
@@ -57,7 +58,9 @@ def _check_parts(template: Template, parts: Parts, pass_name: str) -> None:
     if parts.recompute is not None:
         for node in parts.recompute.graph.nodes:
             if never_recompute(node):
-                raise VerifierError(f"after {pass_name}: {template.name} recomputes {node.name} ({node.target}), which must run once")
+                raise VerifierError(
+                    f"after {pass_name}: {template.name} recomputes {node.name} ({node.target}), which must run once"
+                )
     placeholders = list(parts.forward.graph.find_nodes(op="placeholder"))
     derived = {
         node
@@ -65,11 +68,17 @@ def _check_parts(template: Template, parts: Parts, pass_name: str) -> None:
         if template.input_roles[position] == "parameter"
     }
     for node in parts.forward.graph.nodes:
-        if node.all_input_nodes and (is_view(node) or is_parameter_cast(node)) and derived.issuperset(node.all_input_nodes):
+        if (
+            node.all_input_nodes
+            and (is_view(node) or is_parameter_cast(node))
+            and derived.issuperset(node.all_input_nodes)
+        ):
             derived.add(node)
-    for node in parts.forward.graph.output_node().args[0][parts.num_outputs :]:  # type: ignore[index]
+    for node in results_of(parts.forward)[parts.num_outputs :]:
         if node in derived:
-            raise VerifierError(f"after {pass_name}: {template.name} saves {node.name}, which is (a view of) a parameter")
+            raise VerifierError(
+                f"after {pass_name}: {template.name} saves {node.name}, which is (a view of) a parameter"
+            )
 
 
 def verify_schedule(schedule: Schedule, pass_name: str) -> None:
@@ -88,7 +97,9 @@ def verify_schedule(schedule: Schedule, pass_name: str) -> None:
 def _check_packs(module: fx.GraphModule, where: str) -> None:
     for node in module.graph.nodes:
         if node.target is ops.pack and len(node.users) != 1:
-            raise VerifierError(f"{where}{node.name} feeds {len(node.users)} calls; a packed list is emptied by the first")
+            raise VerifierError(
+                f"{where}{node.name} feeds {len(node.users)} calls; a packed list is emptied by the first"
+            )
 
 
 def _check_order(module: fx.GraphModule, where: str) -> None:
@@ -99,7 +110,9 @@ def _check_order(module: fx.GraphModule, where: str) -> None:
             continue
         key = (operation.op, operation.segment)
         if key in done:
-            raise VerifierError(f"{where}{node.name} runs {operation.op} of {operation.what} again, after {done[key].name}")
+            raise VerifierError(
+                f"{where}{node.name} runs {operation.op} of {operation.what} again, after {done[key].name}"
+            )
         if operation.op == "recompute" and ("backward", operation.segment) in done:
             late = done["backward", operation.segment]
             raise VerifierError(f"{where}{node.name} recomputes {operation.what} after its backward {late.name}")
@@ -107,8 +120,8 @@ def _check_order(module: fx.GraphModule, where: str) -> None:
 
 
 def _check_gradients(schedule: Schedule, where: str) -> None:
-    gradients = schedule.graphs["backward"].graph.output_node().args[0]
-    for source, gradient in zip(schedule.program.inputs, gradients, strict=False):  # type: ignore[arg-type]
+    gradients = results_of(schedule.graphs["backward"])
+    for source, gradient in zip(schedule.program.inputs, gradients, strict=False):
         if source.trainable and gradient is None:
             raise VerifierError(f"{where}{source.name} is trainable but gets no gradient")
         if not source.trainable and gradient is not None:

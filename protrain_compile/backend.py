@@ -90,7 +90,9 @@ class _Build:
         graph = self._build(forward, len(inputs), len(results), differentiable=False)
         return _boxed(graph.inference)
 
-    def _build(self, module: fx.GraphModule, num_primals: int, num_outputs: int, *, differentiable: bool) -> CompiledGraph:
+    def _build(
+        self, module: fx.GraphModule, num_primals: int, num_outputs: int, *, differentiable: bool
+    ) -> CompiledGraph:
         program = capture_program(self.name, module, self.described, num_primals, num_outputs, differentiable)
         inductor = self.options.compile == "inductor"
         pipeline = structure_pipeline(

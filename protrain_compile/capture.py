@@ -44,18 +44,24 @@ def source_name(source: str) -> str:
 
 
 def model_name(gm: fx.GraphModule) -> str:
-    """Return the class name of the outermost module that Dynamo traced, or ``function``."""
+    """Return the class name of the module that Dynamo is tracing, or of the outermost one that it recorded."""
+    traced = compat.traced_module_name()
+    if traced is not None:
+        return traced
     for node in gm.graph.nodes:
-        for value in (node.meta.get("nn_module_stack") or {}).values():
-            root = value[1]
+        for _, root in (node.meta.get("nn_module_stack") or {}).values():
             name = root if isinstance(root, str) else root.__name__
-            if re.fullmatch(r"L\['[^']*'\]", str(value[0])):
-                return name.rpartition(".")[2]
-    return "model"
+            return str(name).rpartition(".")[2]
+    return "function"
 
 
 def capture_program(
-    name: str, graph: fx.GraphModule, described: Sequence[GraphInput], num_primals: int, num_outputs: int, differentiable: bool
+    name: str,
+    graph: fx.GraphModule,
+    described: Sequence[GraphInput],
+    num_primals: int,
+    num_outputs: int,
+    differentiable: bool,
 ) -> Program:
     """Return the Program of AOTAutograd's graph.
 

@@ -52,7 +52,8 @@ import torch._inductor.config as inductor_config  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: E402
 from torch._guards import TracingContext, tracing  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # noqa: E402
 from torch.fx.graph import CodeGen  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy  # noqa: E402
 
@@ -84,11 +85,12 @@ def run_aot(
             decompositions=select_decomp_table,
             keep_inference_input_mutations=False,
         )
-        return compile_graph(gm, example_inputs)  # type: ignore[no-any-return]
+        compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
+        return compiled
 
 
 def input_position(placeholder: fx.Node) -> int | None:
-    """Return which of the backend's example inputs a joint-graph placeholder is, or None if it is made by AOTAutograd."""
+    """Return which of the backend's example inputs a joint-graph placeholder is; None if AOTAutograd made it."""
     index = getattr(placeholder.meta.get("desc"), "idx", None)
     return index if isinstance(index, int) else None
 
@@ -97,9 +99,9 @@ def mutated_positions(output: fx.Node) -> set[int]:
     """Return which of the backend's example inputs the graph gives a new value, from its output descriptors."""
     found = set()
     for description in output.meta.get("desc") or ():
-        mutated = getattr(description, "mutated_input", None)
-        if isinstance(getattr(mutated, "idx", None), int):
-            found.add(mutated.idx)
+        index = getattr(getattr(description, "mutated_input", None), "idx", None)
+        if isinstance(index, int):
+            found.add(index)
     return found
 
 
@@ -123,6 +125,18 @@ def graph_break(gm: fx.GraphModule) -> tuple[str, str] | None:
         frame = reason.user_stack[-1]
         place = f"{frame.filename}:{frame.lineno}"
     return str(reason.reason).strip().splitlines()[0], place
+
+
+def traced_module_name() -> str | None:
+    """Return the class name of the module whose call Dynamo is tracing, while the backend runs; None for a function."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        frame_locals = InstructionTranslator.current_tx().f_locals
+    except AttributeError:  # the backend was called by hand
+        return None
+    module = frame_locals.get("self")
+    return type(module).__name__ if isinstance(module, torch.nn.Module) else None
 
 
 def keeps_graph() -> bool:
@@ -163,15 +177,19 @@ def prepare_joint(module: fx.GraphModule, fake_mode: FakeTensorMode | None) -> N
         joint_graph_passes(module)
 
 
-def partition(module: fx.GraphModule, num_outputs: int, static_inputs: list[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
+def partition(
+    module: fx.GraphModule, num_outputs: int, static_inputs: list[int]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint subgraph by functorch's min-cut; ``static_inputs`` live anyway and cost nothing to save."""
     with functorch_config.patch(graphsafe_rng_functionalization=False):
-        return min_cut_rematerialization_partition(  # type: ignore[no-any-return]
+        return min_cut_rematerialization_partition(
             module, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static_inputs
         )
 
 
-def compile_with_inductor(module: fx.GraphModule, fake_mode: FakeTensorMode | None) -> Callable[[list[Any]], Sequence[Any]]:
+def compile_with_inductor(
+    module: fx.GraphModule, fake_mode: FakeTensorMode | None
+) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile ``module`` with Inductor; the result takes its inputs in a list, which it empties.
 
     The graph is compiled as if it were no backward: Inductor would otherwise take the donated inputs of the whole

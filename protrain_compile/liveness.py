@@ -1,8 +1,8 @@
 """Liveness: which bytes are alive at every operation of a schedule graph.
 
-A value is born when the call that makes it returns and dies inside the call that uses it last (calls are boxed). Tensors
-that share storage count once. Counted are graph inputs, values between calls, and what leaves the graph; not counted is
-what a call allocates and frees inside (its workspace), which only a profile knows.
+A value is born when the call that makes it returns and dies inside the call that uses it last (calls are boxed).
+Tensors that share storage count once. Counted are graph inputs, values between calls, and what leaves the graph; not
+counted is what a call allocates and frees inside (its workspace), which only a profile knows.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from protrain_compile.errors import OptionError
@@ -70,10 +71,11 @@ def _parse_schedule(value: Any) -> str:
     text = os.fspath(value)
     if text in ("print", "full", "off"):
         return text
-    folder = os.path.dirname(os.path.abspath(text))
-    if not os.path.isdir(folder):
+    folder = Path(text).absolute().parent
+    if not folder.is_dir():
         raise OptionError(
-            f"schedule={text!r}: choose 'print', 'full', 'off', or a path in an existing folder ({folder} does not exist)"
+            f"schedule={text!r}: choose 'print', 'full', 'off', or a path in an existing folder "
+            f"({folder} does not exist)"
         )
     return text
 

@@ -107,4 +107,5 @@ class Plan:
             value = fields.get(name)
             if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)):
                 raise PlanError(f"plan: {name} must be a list of strings")
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return cls(**values)

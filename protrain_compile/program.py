@@ -60,7 +60,8 @@ class Stage:
     """A stretch of the model that runs as one piece.
 
     Attributes:
-        kind: ``prologue`` (before the first block), ``block``, ``between`` (other modules between two blocks), ``epilogue``.
+        kind: ``prologue`` (before the first block), ``block``, ``between`` (other modules between two blocks) or
+            ``epilogue``.
         name: What messages call it, such as ``block 3``.
         path: Module path of a block, such as ``model.layers.3``; empty for the others.
     """
@@ -193,7 +194,7 @@ class Program:
     @property
     def results(self) -> tuple[Any, ...]:
         """What the graph returns: forward outputs, then gradients (nodes, or None)."""
-        return tuple(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+        return results_of(self.graph)
 
     @property
     def block_names(self) -> tuple[str, ...]:
@@ -207,6 +208,12 @@ class Program:
     def calls(self) -> Iterator[fx.Node]:
         """Yield the nodes that do something: all but placeholders and the output."""
         return (node for node in self.graph.graph.nodes if node.op not in ("placeholder", "output"))
+
+
+def results_of(module: fx.GraphModule) -> tuple[Any, ...]:
+    """Return what ``module`` returns: nodes, numbers or None."""
+    results: Any = module.graph.output_node().args[0]
+    return tuple(results)
 
 
 def fake_value(node: fx.Node) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch.distributed
 
 from protrain_compile.report.render import render
@@ -16,7 +18,7 @@ def announce(graph: CompiledGraph, where: str) -> None:
     if where in ("print", "full"):
         print(text, flush=True)
     else:
-        with open(where, "a", encoding="utf-8") as file:
+        with Path(where).open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
 

@@ -44,7 +44,7 @@ class ModelSchedule:
 
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
-        """The graphs that run, by name: ``forward``, ``backward``, ``inference``; further pieces end in ``.1``, ``.2``, ..."""
+        """The graphs that run, by name: ``forward``, ``backward``, ``inference``; further pieces end in ``.1``, ..."""
         found: dict[str, fx.GraphModule] = {}
         for part in self.parts:
             for name, module in part.schedule.graphs.items():
@@ -78,8 +78,8 @@ class ModelSchedule:
             calls = sum(len(part.bindings) for part in self.parts)
             texts.insert(
                 0,
-                f"protrain: {len(self.parts)} graphs, bound {calls} times, {len(breaks)} of them ending at a graph break: values "
-                "that cross a break stay in memory until their backward, whatever the plan",
+                f"protrain: {len(self.parts)} graphs, bound {calls} times, {len(breaks)} of them ending at a graph "
+                "break: values that cross a break stay in memory until their backward, whatever the plan",
             )
         return "\n".join(texts)
 
@@ -89,7 +89,10 @@ class ModelSchedule:
 
 
 def schedule(model: torch.nn.Module) -> ModelSchedule:
-    """Return the schedules that ``model`` runs: what ``torch.compile(model, backend="protrain")`` returned, or its original.
+    """Return the schedules that a compiled model runs.
+
+    Args:
+        model: What ``torch.compile(model, backend="protrain")`` returned, or the module that it was given.
 
     Raises:
         ProtrainError: If the model was not called yet, or was compiled by another backend.

@@ -40,7 +40,7 @@ def render(graph: CompiledGraph, schedule: Schedule, *, full: bool = False) -> s
             continue
         rows = graph_rows(schedule, schedule.graphs[name], start)
         start += len(rows)
-        shown = rows if full else list(fold(schedule, rows))
+        shown: list[Row | Fold] = [*rows] if full else [*fold(schedule, rows)]
         lines += [f"[{name}]", *_table(name, shown)]
     return "\n".join(lines)
 
@@ -63,7 +63,7 @@ def _device(module: torch.fx.GraphModule) -> str:
 
 
 def _plan_line(schedule: Schedule) -> str:
-    counts = collections.Counter(schedule.plan.policies)
+    counts: collections.Counter[str] = collections.Counter(schedule.plan.policies)
     return f"plan      {len(schedule.plan.policies or ())} blocks: " + ", ".join(f"{counts[p]} {p}" for p in POLICIES)
 
 

@@ -62,7 +62,7 @@ def graph_rows(schedule: Schedule, module: fx.GraphModule, start: int) -> list[R
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the operations that ``node`` takes results of, through pack and getitem."""
     for source in node.all_input_nodes:
-        if source.target is ops.pack or source.op == "call_function" and operation_of(source) is None:
+        if source.target is ops.pack or (source.op == "call_function" and operation_of(source) is None):
             yield from _operands(source)
         else:
             yield source

@@ -1,8 +1,9 @@
 """CompiledGraph: what the backend returns for one captured graph.
 
-A call arrives with arguments in the order of the graph's placeholders. The Parameters among them are the *binding*: after
-a graph break one compiled ``Block.forward`` serves every block, and two models of one class share one compiled graph, so
-nothing about parameters is baked in. Each binding has a schedule; a context remembers the one its forward ran with::
+A call arrives with arguments in the order of the graph's placeholders. The Parameters among them are the *binding*:
+after a graph break one compiled ``Block.forward`` serves every block, and two models of one class share one compiled
+graph, so nothing about parameters is baked in. Each binding has a schedule; a context remembers the one its forward ran
+with::
 
     forward(args)   binding of args -> schedule.graphs["forward"] -> outputs + token
     backward(args)  token -> context -> context.schedule.graphs["backward"] -> gradients
@@ -136,4 +137,8 @@ class CompiledGraph:
 
     def _dropper(self, key: tuple[int, ...]) -> Callable[[Any], None]:
         bindings = self._bindings
-        return lambda _: bindings.pop(key, None) and None
+
+        def drop(_: Any) -> None:
+            bindings.pop(key, None)
+
+        return drop

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,9 +93,7 @@ class ContextTable:
         context = self._contexts.get(int(token))
         if context is None:
             raise ContextError(
-                "the forward's context is gone: its token was copied and the original freed, as saved-tensor hooks that "
-                "copy tensors do; leave such hooks off around a protrain model (its plan decides what is kept)"
+                "the forward's context is gone: its token was copied and the original freed, as saved-tensor hooks "
+                "that copy tensors do; leave such hooks off around a protrain model (its plan decides what is kept)"
             )
         return context
-
-
