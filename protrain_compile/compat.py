@@ -135,8 +135,12 @@ def traced_module_name() -> str | None:
         frame_locals = InstructionTranslator.current_tx().f_locals
     except AttributeError:  # the backend was called by hand
         return None
-    module = frame_locals.get("self")
-    return type(module).__name__ if isinstance(module, torch.nn.Module) else None
+    arguments = frame_locals.get("args")  # of a decorator's ``wrapper(*args, **kwargs)``
+    first = arguments[:1] if isinstance(arguments, tuple) else ()
+    for value in (frame_locals.get("self"), *first):
+        if isinstance(value, torch.nn.Module):
+            return type(value).__name__
+    return None
 
 
 def keeps_graph() -> bool:
