@@ -27,7 +27,6 @@ from protrain_compile.artefacts import Role
 from protrain_compile.compat import use_boxed_calls
 from protrain_compile.program import Parts, Ref, Segment, fake_value, results_of
 from protrain_compile.schedule import BackwardInputs, Operation, Schedule
-from protrain_compile.sizes import size_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,18 +138,14 @@ class _Forward(_Writer):
         results = [key if key in wanted else None for key in produced]
         if not any(results) and not any(is_effectful(node) for node in parts.forward.graph.nodes):
             return
-        made = self.call(index, "forward", [segment.inputs[i] for i in parts.forward_inputs], results)
-        kept_values = [fake_value(self.values[key]) for key in saved if key in wanted]
-        operation = made.meta["operation"]
-        made.meta["operation"] = dataclasses.replace(operation, saved_bytes=size_bytes(kept_values))
+        self.call(index, "forward", [segment.inputs[i] for i in parts.forward_inputs], results)
 
     def _snapshot(self, key: Key) -> Key:
         assert isinstance(key, fx.Node)
         source = self.program.inputs[self.program.primals.index(key)]
         copied = self.graph.call_function(ops.snapshot, (self.values[key],), {"stream": "compute"})
         copied.meta["val"] = fake_value(key)
-        saved = size_bytes([fake_value(key)])
-        copied.meta["operation"] = Operation("snapshot", source.name, "compute", -1, saved)
+        copied.meta["operation"] = Operation("snapshot", source.name, "compute", -1)
         self.values[copied] = copied
         return copied
 

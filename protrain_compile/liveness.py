@@ -7,6 +7,7 @@ counted is what a call allocates and frees inside (its workspace), which only a 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -16,7 +17,8 @@ from torch import fx
 
 from protrain_compile import ops
 from protrain_compile.artefacts import Artefact
-from protrain_compile.schedule import operation_of
+from protrain_compile.program import results_of
+from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.sizes import storage_bytes, storage_key
 
 
@@ -27,59 +29,98 @@ class Liveness:
     Attributes:
         held_bytes: Graph inputs that the caller holds throughout (parameters, buffers, the batch).
         live_bytes: For every operation, bytes alive right after it, ``held_bytes`` included.
+        end_bytes: Bytes alive at the end: ``held_bytes`` and what the graph returns.
         peak_bytes: The most that is alive at once, while a call still holds its inputs and already has its results.
+        peak_at: The operation in which that is; None if nothing exceeds what is alive at entry.
     """
 
     held_bytes: int
     live_bytes: dict[fx.Node, int]
+    end_bytes: int
     peak_bytes: int
+    peak_at: fx.Node | None
 
 
-def liveness(module: fx.GraphModule) -> Liveness:
-    """Return the liveness of one schedule graph."""
-    nodes = list(module.graph.nodes)
-    keys = _storage_keys(nodes)
+Storage = tuple[Hashable, int]
+"""Names one storage (the call or graph that it belongs to, and its number there) in one schedule."""
+
+StoragesOf = dict[fx.Node, list[tuple[Storage, int]]]
+"""The storages behind each value, with their bytes."""
+
+
+def schedule_liveness(schedule: Schedule) -> dict[str, Liveness]:
+    """Return the liveness of every graph of ``schedule``.
+
+    A kept value is the same storage in forward and backward, and what the caller holds is held during both.
+    """
+    entry = list(schedule.entry.graph.nodes)
+    made = _storages(entry, {})
+    held = dict(pair for node in entry if node.op == "placeholder" for pair in made.get(node, ()))
+    found = {"forward" if schedule.program.differentiable else "inference": _liveness(entry, made, held)}
+    if "backward" in schedule.graphs:
+        given = {placeholder: made.get(source, []) for placeholder, source in kept_sources(schedule).items()}
+        backward = list(schedule.graphs["backward"].graph.nodes)
+        found["backward"] = _liveness(backward, _storages(backward, given), held)
+    return found
+
+
+def saved_bytes(schedule: Schedule) -> dict[fx.Node, int]:
+    """Return the bytes that each operation of the forward leaves for the backward, and no others keep alive."""
+    if "backward" not in schedule.graphs:
+        return {}
+    made = _storages(list(schedule.entry.graph.nodes), {})
+    seen = {key for node in schedule.entry.graph.find_nodes(op="placeholder") for key, _ in made.get(node, ())}
+    found: dict[fx.Node, int] = {}
+    for source in kept_sources(schedule).values():
+        for key, size in made.get(source, ()):
+            if key not in seen:
+                seen.add(key)
+                found[_maker(source)] = found.get(_maker(source), 0) + size
+    return found
+
+
+def kept_sources(schedule: Schedule) -> dict[fx.Node, fx.Node]:
+    """Return, for each placeholder of the backward that is a kept value, the node of the forward graph that it is."""
+    results = results_of(schedule.graphs["forward"])
+    kept = results[len(results) - schedule.backward_inputs.num_kept :]
+    placeholders = schedule.graphs["backward"].graph.find_nodes(op="placeholder")
+    return dict(zip((node for node in placeholders if node.meta.get("kind") == "kept"), kept, strict=True))
+
+
+def _liveness(nodes: list[fx.Node], storages: StoragesOf, held: dict[Storage, int]) -> Liveness:
+    """Walk the graph; every storage that is not ``held`` is born at its maker and dies at its last use."""
     last = _last_uses(nodes)
-    births: dict[fx.Node, list[tuple[Hashable, int]]] = {}
-    deaths: dict[fx.Node, list[Hashable]] = {}
-    death_of: dict[Hashable, fx.Node] = {}
     order = {node: i for i, node in enumerate(nodes)}
-    sizes: dict[Hashable, int] = {}
-    held = 0
+    births: dict[fx.Node, int] = collections.Counter()
+    death_of: dict[Storage, tuple[fx.Node, int]] = {}
     for node in nodes:
-        for key, size in keys.get(node, ()):
-            if node.op == "placeholder" and _is_held(node):
-                if key not in sizes:
-                    held += size
-                sizes[key] = 0
-            elif key not in sizes:
-                sizes[key] = size
-                births.setdefault(_maker(node), []).append((key, size))
+        for key, size in storages.get(node, ()):
+            if key in held:
+                continue
+            if key not in death_of:
+                births[_maker(node)] += size
             end = last.get(node, _maker(node))
-            if key not in death_of or order[end] > order[death_of[key]]:
-                death_of[key] = end
-    for key, end in death_of.items():
-        deaths.setdefault(end, []).append(key)
-    return _walk(nodes, births, deaths, sizes, held)
+            if key not in death_of or order[end] > order[death_of[key][0]]:
+                death_of[key] = (end, size)
+    deaths: dict[fx.Node, int] = collections.Counter()
+    for end, size in death_of.values():
+        deaths[end] += size
+    return _walk(nodes, births, deaths, sum(held.values()))
 
 
-def _walk(
-    nodes: list[fx.Node],
-    births: dict[fx.Node, list[tuple[Hashable, int]]],
-    deaths: dict[fx.Node, list[Hashable]],
-    sizes: dict[Hashable, int],
-    held: int,
-) -> Liveness:
+def _walk(nodes: list[fx.Node], births: dict[fx.Node, int], deaths: dict[fx.Node, int], held: int) -> Liveness:
     live = peak = held
+    peak_at: fx.Node | None = None
     after: dict[fx.Node, int] = {}
     for node in nodes:
-        live += sum(size for _, size in births.get(node, ()))
-        peak = max(peak, live)
+        live += births.get(node, 0)
+        if live > peak:
+            peak, peak_at = live, node if operation_of(node) is not None else None
         if node.op != "output":
-            live -= sum(sizes[key] for key in deaths.get(node, ()))
+            live -= deaths.get(node, 0)
         if operation_of(node) is not None:
             after[node] = live
-    return Liveness(held, after, peak)
+    return Liveness(held, after, live, peak, peak_at)
 
 
 def _maker(node: fx.Node) -> fx.Node:
@@ -89,10 +130,6 @@ def _maker(node: fx.Node) -> fx.Node:
 
 def _is_item(node: fx.Node) -> bool:
     return bool(node.args) and isinstance(node.args[0], fx.Node) and isinstance(node.args[0].target, Artefact)
-
-
-def _is_held(node: fx.Node) -> bool:
-    return node.meta.get("input") is not None
 
 
 def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -105,12 +142,18 @@ def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     return last
 
 
-def _storage_keys(nodes: list[fx.Node]) -> dict[fx.Node, list[tuple[Hashable, int]]]:
-    """Return, for every value, the storages behind it. An item that views an argument of its call has that one's."""
-    found: dict[fx.Node, list[tuple[Hashable, int]]] = {}
+def _storages(nodes: list[fx.Node], given: StoragesOf) -> StoragesOf:
+    """Return, for every value, the storages behind it. An item that views an argument of its call has that one's.
+
+    Equal blocks share the fake values of their template, so a storage is named by the call that makes it, too.
+    """
+    found: StoragesOf = {}
     for node in nodes:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
+            continue
+        if node in given:
+            found[node] = given[node]
             continue
         if _is_item(node):
             call: fx.Node = node.args[0]  # type: ignore[assignment]

@@ -21,14 +21,12 @@ class Operation:
         what: What it works on, such as ``block 3``.
         stream: The stream it runs on.
         segment: Index of the segment it belongs to.
-        saved_bytes: Bytes that it leaves for the backward.
     """
 
     op: str
     what: str
     stream: str
     segment: int
-    saved_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

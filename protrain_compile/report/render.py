@@ -1,23 +1,25 @@
-"""The printed schedule (DESIGN 8): header, plan, memory, then one table per graph with equal blocks folded."""
+"""The printed schedule: header, plan, memory, then one table over all graphs with equal blocks folded."""
 
 from __future__ import annotations
 
 import collections
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
-from protrain_compile.liveness import liveness
+from protrain_compile.liveness import saved_bytes, schedule_liveness
 from protrain_compile.plan import POLICIES
 from protrain_compile.program import GraphInput, InputKind, fake_value
-from protrain_compile.report.rows import Fold, Row, fold, graph_rows
+from protrain_compile.report.rows import Fold, Row, fold, schedule_rows
 from protrain_compile.runtime.compiled_graph import CompiledGraph
-from protrain_compile.schedule import Schedule
+from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.sizes import size_bytes
 
 COLUMNS = ("#", "stream", "op", "what", "saved", "live", "after")
-GRAPH_ORDER = ("forward", "backward", "inference")
+ALIGNMENT = ("right", "left", "left", "left", "right", "right", "left")
 
 
 def format_bytes(size: int) -> str:
@@ -34,15 +36,10 @@ def format_bytes(size: int) -> str:
 def render(graph: CompiledGraph, schedule: Schedule, *, full: bool = False) -> str:
     """Return the schedule as text; ``full`` prints every block."""
     lines = [_header(graph, schedule), _plan_line(schedule), _memory_line(schedule), *_notes(graph)]
-    start = 1
-    for name in GRAPH_ORDER:
-        if name not in schedule.graphs:
-            continue
-        rows = graph_rows(schedule, schedule.graphs[name], start)
-        start += len(rows)
-        shown: list[Row | Fold] = [*rows] if full else [*fold(schedule, rows)]
-        lines += [f"[{name}]", *_table(name, shown)]
-    return "\n".join(lines)
+    shown: dict[str, list[Row | Fold]] = {
+        name: [*rows] if full else [*fold(schedule, rows)] for name, rows in schedule_rows(schedule).items()
+    }
+    return "\n".join([*lines, *_table(shown)])
 
 
 def _header(graph: CompiledGraph, schedule: Schedule) -> str:
@@ -63,8 +60,11 @@ def _device(module: torch.fx.GraphModule) -> str:
 
 
 def _plan_line(schedule: Schedule) -> str:
+    blocks = len(schedule.plan.policies or ())
+    if not schedule.program.differentiable:
+        return f"plan      {blocks} blocks: no backward, so nothing is kept for one"
     counts: collections.Counter[str] = collections.Counter(schedule.plan.policies)
-    return f"plan      {len(schedule.plan.policies or ())} blocks: " + ", ".join(f"{counts[p]} {p}" for p in POLICIES)
+    return f"plan      {blocks} blocks: " + ", ".join(f"{counts[p]} {p}" for p in POLICIES)
 
 
 def _memory_line(schedule: Schedule) -> str:
@@ -76,15 +76,11 @@ def _memory_line(schedule: Schedule) -> str:
     )
     text = f"memory    parameters {format_bytes(parameters)}"
     if program.differentiable:
-        text += f", saved for the backward {format_bytes(saved_bytes(schedule))}"
-    peak = max(liveness(module).peak_bytes for module in schedule.graphs.values())
-    return f"{text}; peak live {format_bytes(peak)} (without what a call allocates and frees inside)"
-
-
-def saved_bytes(schedule: Schedule) -> int:
-    """Return the bytes that the forward leaves for the backward."""
-    placeholders = schedule.graphs["backward"].graph.find_nodes(op="placeholder")
-    return size_bytes(node.meta.get("val") for node in placeholders if node.meta.get("kind") == "kept")
+        text += f", saved for the backward {format_bytes(sum(saved_bytes(schedule).values()))}"
+    peak = max(schedule_liveness(schedule).values(), key=lambda each: each.peak_bytes)
+    operation = operation_of(peak.peak_at) if peak.peak_at is not None else None
+    where = f" in {operation.op} {operation.what}" if operation is not None else ""
+    return f"{text}; peak live {format_bytes(peak.peak_bytes)}{where} (without what a call allocates and frees inside)"
 
 
 def _notes(graph: CompiledGraph) -> list[str]:
@@ -97,38 +93,48 @@ def _notes(graph: CompiledGraph) -> list[str]:
     return [f"note      {note}" for note in notes]
 
 
-def _table(name: str, shown: list[Row | Fold]) -> list[str]:
-    """Return table lines with fold lines between them, at the place of the rows that they stand for."""
-    cells = [_cells(each) for each in shown if isinstance(each, Row)]
-    aligned = tabulate([COLUMNS, *cells], tablefmt="plain", colalign=("right", "left", "left", "left", *("right",) * 3))
-    header, *lines = aligned.splitlines()
+def _table(shown: Mapping[str, list[Row | Fold]]) -> list[str]:
+    """Return table lines, with a line before each graph and fold lines at the place of the rows they stand for."""
+    cells = [_cells(each) for parts in shown.values() for each in parts if isinstance(each, Row)]
+    aligned = tabulate([COLUMNS, *cells], tablefmt="plain", colalign=ALIGNMENT, disable_numparse=True)
+    header, *lines = (line.rstrip() for line in aligned.splitlines())
     remaining = iter(lines)
-    return [header, *(next(remaining) if isinstance(each, Row) else _fold_line(name, each) for each in shown)]
+    found = [header]
+    for name, parts in shown.items():
+        found.append(f"[{name}]")
+        found += [next(remaining) if isinstance(each, Row) else _fold_line(name, each) for each in parts]
+    return found
 
 
 def _cells(row: Row) -> tuple[Any, ...]:
     operation = row.operation
-    saved = format_bytes(operation.saved_bytes) if operation.saved_bytes else "-"
-    after = " ".join(map(str, row.after)) if len(row.after) <= 4 else f"{row.after[0]} .. {row.after[-1]}"
-    return row.number, operation.stream, operation.op, operation.what, saved, format_bytes(row.live_bytes), after
+    saved = format_bytes(row.saved_bytes) if row.saved_bytes else "-"
+    live = format_bytes(row.live_bytes)
+    return row.number, operation.stream, operation.op, operation.what, saved, live, format_numbers(row.after)
+
+
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Return ascending ``numbers`` as text, runs of three and more as ranges: ``2 5-9``."""
+    runs = [
+        [number for _, number in group]
+        for _, group in itertools.groupby(enumerate(numbers), key=lambda it: it[1] - it[0])
+    ]
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 
 def _fold_line(name: str, each: Fold) -> str:
-    numbers = [each.first.removeprefix("block "), each.last.removeprefix("block ")]
-    blocks = f"block {numbers[0]}" if each.count == 1 else f"blocks {numbers[0]} to {numbers[1]}"
-    return f"[{name}, {blocks} x{each.count}, {each.policy}, same pattern]"
+    first, last = (each.rows[i].operation.what.removeprefix("block ") for i in (0, -1))
+    blocks = f"block {first}" if each.count == 1 else f"blocks {first} to {last}"
+    policy = "" if name == "inference" else f", {each.policy}"
+    saved = sum(row.saved_bytes for row in each.rows)
+    totals = [f"saved {format_bytes(saved)}"] if saved else []
+    totals.append(f"live {format_bytes(each.rows[-1].live_bytes)} after them")
+    return f"[{name}, {blocks} x{each.count}{policy}, same pattern: {', '.join(totals)}]"
 
 
 def to_dict(graph: CompiledGraph, schedule: Schedule) -> dict[str, Any]:
     """Return the schedule as JSON-ready data: plan, segments, and every operation of every graph."""
     program = schedule.program
-    start = 1
-    graphs: dict[str, list[dict[str, Any]]] = {}
-    for name in GRAPH_ORDER:
-        if name in schedule.graphs:
-            rows = graph_rows(schedule, schedule.graphs[name], start)
-            start += len(rows)
-            graphs[name] = [_row_dict(row) for row in rows]
     return {
         "model": program.name,
         "plan": {"policies": list(schedule.plan.policies or ()), "blocks": list(program.block_names)},
@@ -138,13 +144,13 @@ def to_dict(graph: CompiledGraph, schedule: Schedule) -> dict[str, Any]:
             for segment, index in zip(program.segments, program.template_of, strict=True)
         ],
         "inputs": [_input_dict(source) for source in program.inputs],
-        "peak_live_bytes": {name: liveness(module).peak_bytes for name, module in schedule.graphs.items()},
+        "peak_live_bytes": {name: each.peak_bytes for name, each in schedule_liveness(schedule).items()},
         "passes": [{"name": r.name, "ms": round(r.ms, 3), "changed": r.changed} for r in graph.records],
         "notes": list(program.notes),
         "graph_break": {"reason": graph.origin.break_reason, "place": graph.origin.break_place}
         if graph.origin.break_reason
         else None,
-        "graphs": graphs,
+        "graphs": {name: [_row_dict(row) for row in rows] for name, rows in schedule_rows(schedule).items()},
     }
 
 
@@ -155,7 +161,7 @@ def _row_dict(row: Row) -> dict[str, Any]:
         "stream": operation.stream,
         "op": operation.op,
         "what": operation.what,
-        "saved_bytes": operation.saved_bytes,
+        "saved_bytes": row.saved_bytes,
         "live_bytes": row.live_bytes,
         "after": list(row.after),
     }
