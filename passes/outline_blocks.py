@@ -4,7 +4,8 @@ For the stage s with forward nodes F and backward nodes B (``->`` is data flow):
 
     primals    values that F uses and others made (graph inputs, outputs of earlier stages),
                then forward values that only B uses ("foreign": the stage that makes them saves them)
-    tangents   gradients that B uses and later stages (or autograd) made
+    tangents   gradients that B uses and later stages (or autograd) made; also values of a later stage's
+               forward, which this stage's forward cannot have
     outputs    values of F that other stages' forwards or backwards, or the user, need
     gradients  values of B that other stages' backwards, or autograd, need
 
@@ -75,6 +76,8 @@ class _Cut:
                 if each in self.program.backward_nodes or each in self.tangents:
                     if each not in backward:
                         tangents[each] = None
+                elif self.program.stage_of.get(each, 0) > index:
+                    tangents[each] = None
                 elif each not in forward:
                     inputs[each] = None
         self._add_symbols(inputs, nodes, forward)

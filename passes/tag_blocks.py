@@ -244,6 +244,7 @@ def _assign_backward(program: Program) -> None:
     """Place backward nodes with their forward nodes, monotone in reverse."""
     stage_of_call: dict[str, int] = {}
     stage_of_sequence: dict[int, int] = {}
+    differentiated = _fed_by_trainable_inputs(program)
     for node in program.calls():
         if node in program.backward_nodes:
             continue
@@ -251,8 +252,9 @@ def _assign_backward(program: Program) -> None:
         if program.stages[stage].kind == "block":
             path = program.stages[stage].path
             stage_of_call.update((key, stage) for key, inner in call_stack(node) if f"{inner}.".startswith(f"{path}."))
-        if "seq_nr" in node.meta:
-            stage_of_sequence[node.meta["seq_nr"]] = stage
+        if "seq_nr" in node.meta and node in differentiated:
+            number = node.meta["seq_nr"]
+            stage_of_sequence[number] = max(stage, stage_of_sequence.get(number, 0))
     last = len(program.stages) - 1
     unfed: list[fx.Node] = []
     for node in program.calls():
@@ -266,6 +268,15 @@ def _assign_backward(program: Program) -> None:
     for node in reversed(unfed):
         users = [program.stage_of[user] for user in node.users if user in program.backward_nodes]
         program.stage_of[node] = max(users, default=0)
+
+
+def _fed_by_trainable_inputs(program: Program) -> set[fx.Node]:
+    """Return the nodes that depend on a trainable input; others only share the ``seq_nr`` of the last one that does."""
+    found = {node for node, source in zip(program.primals, program.inputs, strict=True) if source.trainable}
+    for node in program.calls():
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _wanted_backward(node: fx.Node, by_call: dict[str, int], by_sequence: dict[int, int]) -> int | None:
