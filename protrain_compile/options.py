@@ -42,7 +42,7 @@ class Options:
             raise OptionError(f"mode={mode!r}: the protrain backend has no modes; leave `mode` out and use `options`")
         given = dict(options or {})
         valid = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(given) - set(valid))
+        unknown = sorted(str(name) for name in given if name not in valid)
         if unknown:
             raise OptionError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(valid)}")
         given = {name: value for name, value in given.items() if value is not None}
@@ -71,11 +71,11 @@ def _parse_schedule(value: Any) -> str:
     text = os.fspath(value)
     if text in ("print", "full", "off"):
         return text
-    folder = Path(text).absolute().parent
-    if not folder.is_dir():
+    path = Path(text).absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        wrong = f"{path} is a folder" if path.is_dir() else f"{path.parent} does not exist"
         raise OptionError(
-            f"schedule={text!r}: choose 'print', 'full', 'off', or a path in an existing folder "
-            f"({folder} does not exist)"
+            f"schedule={text!r}: choose 'print', 'full', 'off', or the path of a file in an existing folder ({wrong})"
         )
     return text
 
