@@ -2,7 +2,7 @@
 
 A pass declares what it needs and what it brings about; the pipeline refuses an order in which a need is not
 met when it is built, before anything runs. After each pass it lints the graphs, calls the verifier, checks that
-a pass that claims to have changed nothing really did not, and keeps a record.
+what a pass says of having changed a graph is true, and keeps a record.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Pipeline(Generic[State]):
         """Run every pass on ``state`` and return their records.
 
         Raises:
-            PipelineError: If a pass leaves a malformed graph or reports "unchanged" after a change.
+            PipelineError: If a pass leaves a malformed graph, or is wrong about having changed one.
         """
         return tuple(self._run_one(each, state) for each in self.passes)
 
@@ -106,8 +106,12 @@ class Pipeline(Generic[State]):
         changed = each.run(state)
         ms = (time.perf_counter() - start) * 1e3
         after = _signatures(state)
-        if not changed and before != after:
-            raise PipelineError(f"pass {each.name} says that it changed nothing, but the graphs differ")
+        if changed != (before != after):
+            raise PipelineError(
+                f"pass {each.name} says that it changed a graph, but none differs"
+                if changed
+                else f"pass {each.name} says that it changed nothing, but the graphs differ"
+            )
         for name, module in state.graph_modules().items():
             try:
                 module.graph.lint()

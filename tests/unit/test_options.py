@@ -79,7 +79,7 @@ def test_print_after_takes_every_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tag_block", 3, ""])
 def test_bad_print_after_lists_the_passes(name: Any) -> None:
-    with pytest.raises(OptionError, match="the passes are tag_blocks, seed_randomness, .*apply_policies"):
+    with pytest.raises(OptionError, match=r"the passes are tag_blocks, seed_randomness, .*apply_policies"):
         Options.parse({"print_after": name})
 
 
