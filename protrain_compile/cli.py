@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
+from protrain_compile import __version__
 from protrain_compile.demo.run import run
 from protrain_compile.demo.settings import add_arguments, read_settings
 from protrain_compile.errors import OptionError, ProtrainError
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parsed = _parser().parse_args(arguments)
     command: argparse.ArgumentParser = parsed.parser
+    _prepare_output()
     try:
         return run(read_settings(parsed))
     except OptionError as error:
@@ -36,9 +38,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="protrain", description="A torch.compile backend that plans the memory of transformer training."
     )
-    parser.add_argument("--version", action="version", version=f"protrain {version('protrain')}")
+    parser.add_argument("--version", action="version", version=f"protrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo = commands.add_parser("demo", help="train a small GPT and print the schedule", description=DEMO_DESCRIPTION)
     add_arguments(demo)
     demo.set_defaults(parser=demo)
     return parser
+
+
+def _prepare_output() -> None:
+    """Keep lines in order with the progress bar in a log, and print generated text whatever the terminal's encoding."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")

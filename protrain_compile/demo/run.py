@@ -20,10 +20,13 @@ from protrain_compile.demo.train import LossFunction, Trainer, evaluate, largest
 BACKEND = "protrain"
 VALIDATION_BATCHES = 20
 
-TOLERANCE = {torch.float32: 0.02, torch.bfloat16: 0.05}
-"""Largest relative difference from eager that `--check` accepts, by the type of matrix products.
+FIRST_STEPS = 10
 
-Both are the same computation in another order of rounding, whose differences training amplifies step by step.
+TOLERANCES = {torch.float32: (1e-4, 0.05), torch.bfloat16: (0.02, 0.1)}
+"""Largest relative differences from eager that `--check` accepts, in the first steps and in all.
+
+Both trainings are the same computation, rounded in another order. Rounding alone is below 1e-6 at first (float32);
+every step amplifies it, so that late losses differ by per cents even from those of a float64 copy.
 """
 
 
@@ -68,8 +71,7 @@ def _describe(settings: Settings, model: GPT, training: Tensor, validation: Tens
     )
     print(
         f"training  {settings.steps} steps of {settings.batch} x {settings.seq} bytes on {settings.device}, "
-        f"{str(settings.dtype).removeprefix('torch.')}",
-        flush=True,
+        f"{str(settings.dtype).removeprefix('torch.')}"
     )
 
 
@@ -112,22 +114,25 @@ def _report_training(trainer: Trainer, settings: Settings) -> None:
 def _report_validation(model: GPT, compiled: LossFunction, data: Tensor, settings: Settings) -> None:
     held_out = _batches(data, settings, count=VALIDATION_BATCHES)
     loss = evaluate(model, compiled, held_out, dtype=settings.dtype)
-    print(f"validation loss {loss:.3f} nats a byte (guessing: {math.log(VOCABULARY):.3f})", flush=True)
+    print(f"validation loss {loss:.3f} nats a byte (guessing: {math.log(VOCABULARY):.3f})")
 
 
 def _report_sample(model: GPT, settings: Settings) -> None:
     if settings.sample == 0:
         return
-    text = generate(model, settings.prompt, count=settings.sample, seed=settings.seed)
-    print(f"sample\n{textwrap.indent(text.decode(errors='replace'), '  | ', lambda _: True)}")
+    text = generate(model, settings.prompt, count=settings.sample, seed=settings.seed).decode(errors="replace")
+    printable = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    print("sample", textwrap.indent(printable, "  | ", lambda _: True), sep="\n")
 
 
 def _report_check(trainer: Trainer, reference: Trainer, settings: Settings) -> int:
-    difference = largest_difference(trainer.losses, reference.losses)
-    tolerance = TOLERANCE[settings.dtype]
-    passed = difference <= tolerance
+    early = largest_difference(trainer.losses[:FIRST_STEPS], reference.losses[:FIRST_STEPS])
+    overall = largest_difference(trainer.losses, reference.losses)
+    early_tolerance, tolerance = TOLERANCES[settings.dtype]
+    passed = early <= early_tolerance and overall <= tolerance
     print(
-        f"check {'passed' if passed else 'FAILED'}: over {settings.steps} steps the loss differs from eager's by "
-        f"at most {difference:.1e} (relative; tolerance {tolerance:.0e})"
+        f"check {'passed' if passed else 'FAILED'}: the loss differs from eager's by at most {early:.1e} "
+        f"(tolerance {early_tolerance:.0e}) in the first {min(FIRST_STEPS, settings.steps)} steps, "
+        f"{overall:.1e} ({tolerance:.0e}) in all {settings.steps}"
     )
     return 0 if passed else 1

@@ -16,7 +16,7 @@ from protrain_compile.errors import ProtrainError
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """The model, compiled or not: the loss of (tokens, targets)."""
 
-WARMUP_STEPS = 30
+WARMUP_STEPS = 60
 FINAL_RATE = 0.1  # the last step's learning rate, as a part of the peak
 MAX_GRAD_NORM = 1.0
 
@@ -81,7 +81,7 @@ class Trainer:
 
     def _rate(self, step: int) -> float:
         """Part of the peak rate at `step`: a linear rise, then a cosine down."""
-        warmup = min(WARMUP_STEPS, self._steps // 10 + 1)
+        warmup = min(WARMUP_STEPS, self._steps // 5 + 1)
         if step < warmup:
             return (step + 1) / warmup
         done = (step - warmup) / max(1, self._steps - warmup)
