@@ -178,13 +178,13 @@ def _is_chain(calls: list[ModuleCall], forward: Sequence[fx.Node]) -> bool:
     latest: dict[fx.Node, int] = {}
     fed: set[int] = set()
     for position, node in enumerate(forward[: calls[-1].positions[-1] + 1]):
-        source = max((latest.get(each, -1) for each in node.all_input_nodes), default=-1)
+        sources = [latest.get(each, -1) for each in node.all_input_nodes]
         mine = index_of.get(position)
         if mine is not None:
-            if source == mine - 1:
+            if mine - 1 in sources:
                 fed.add(mine)
-            source = max(source, mine)
-        latest[node] = source
+            sources.append(mine)
+        latest[node] = max(sources, default=-1)
     return all(i in fed for i in range(1, len(calls)))
 
 
