@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +54,7 @@ def split_text(text: bytes, length: int) -> tuple[Tensor, Tensor]:
     cut = len(text) - int(len(text) * VALIDATION_SHARE)
     shorter = min(cut, len(text) - cut)
     if shorter < length + 1:
-        needed = int((length + 1) / VALIDATION_SHARE) + 1
+        needed = math.ceil((length + 1) / VALIDATION_SHARE)
         raise OptionError(
             f"the text has {len(text)} bytes, but --seq {length} needs at least {needed}: "
             "give a longer --text or a smaller --seq"

@@ -1,0 +1,37 @@
+"""What every test relies on: seeded, a fixed number of threads, no compiled code of an earlier test, gpu tests skipped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+THREADS = 2
+"""Sums are split by threads, so results depend on their number."""
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(THREADS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    yield
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds that many tests do not need
+        torch._dynamo.reset()
