@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -48,9 +49,9 @@ def check_torch_version(version: str = torch.__version__) -> None:
 check_torch_version()
 
 import torch._functorch.config as functorch_config  # noqa: E402
+import torch._functorch.partitioners as partitioners  # noqa: E402
 import torch._inductor.config as inductor_config  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
-from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: E402
 from torch._guards import TracingContext, tracing  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # noqa: E402
@@ -184,9 +185,13 @@ def prepare_joint(module: fx.GraphModule, fake_mode: FakeTensorMode | None) -> N
 def partition(
     module: fx.GraphModule, num_outputs: int, static_inputs: list[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint subgraph by functorch's min-cut; ``static_inputs`` live anyway and cost nothing to save."""
-    with functorch_config.patch(graphsafe_rng_functionalization=False):
-        return min_cut_rematerialization_partition(
+    """Split a joint subgraph by functorch's min-cut; ``static_inputs`` live anyway and cost nothing to save.
+
+    Random draws must be marked to be saved. The partitioner goes by an operation's tag, which attention kernels carry
+    whatever their dropout, and would wrap those of a user's checkpoint region in generator-state bookkeeping.
+    """
+    with mock.patch.object(partitioners, "has_recomputable_rng_ops", return_value=False):
+        return partitioners.min_cut_rematerialization_partition(
             module, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static_inputs
         )
 
