@@ -19,21 +19,20 @@
 #include <xmmintrin.h>
 #endif
 
-enum {
-    BLOCK = 16384, /* elements a thread takes at once: about 0.1 ms */
-    TILE = 1024    /* elements converted at once in a core's first-level cache; divides BLOCK */
-};
+enum { BLOCK = 16384 }; /* elements a thread takes at once: about 0.1 ms */
+
+#define INLINE static inline __attribute__((always_inline))
 
 typedef uint16_t half_bits; /* bf16 or fp16 */
 
-static inline uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
-static inline float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
+INLINE float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
 
 /* ---- 16-bit formats ---------------------------------------------------------------------------------------- */
 
-static inline float float_of_bf16(half_bits value) { return float_of((uint32_t)value << 16); }
+INLINE float float_of_bf16(half_bits value) { return float_of((uint32_t)value << 16); }
 
-static inline half_bits bf16_of_float(float value) { /* to nearest, ties to even; NaN stays NaN */
+INLINE half_bits bf16_of_float(float value) { /* to nearest, ties to even; NaN stays NaN */
     uint32_t bits = bits_of(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return (half_bits)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
@@ -41,7 +40,7 @@ static inline half_bits bf16_of_float(float value) { /* to nearest, ties to even
 
 /* fp16 by scaling: the exponent is moved into fp32's range and one multiplication or subtraction mends denormals,
  * infinities and NaN. Plain integer and fp32 operations vectorise everywhere, fp16 types do not. */
-static inline float float_of_fp16(half_bits value) {
+INLINE float float_of_fp16(half_bits value) {
     uint32_t sign = ((uint32_t)value & 0x8000u) << 16;
     uint32_t magnitude = (uint32_t)value & 0x7fffu;
     float normal = float_of((magnitude << 13) + (0xe0u << 23)) * 0x1.0p-112f;
@@ -49,7 +48,7 @@ static inline float float_of_fp16(half_bits value) {
     return float_of(sign | bits_of(magnitude < 0x400u ? denormal : normal));
 }
 
-static inline half_bits fp16_of_float(float value) { /* to nearest, ties to even; overflow gives infinity */
+INLINE half_bits fp16_of_float(float value) { /* to nearest, ties to even; overflow gives infinity */
     uint32_t bits = bits_of(value);
     uint32_t magnitude = bits & 0x7fffffffu;
     float scaled = (float_of(magnitude) * 0x1.0p+112f) * 0x1.0p-110f; /* infinity from 2^16 on */
@@ -207,17 +206,17 @@ typedef struct {
     int32_t format, gradient_dtype;
 } update_job;
 
-static inline float merge(half_bits high, int16_t low) {
+INLINE float merge(half_bits high, int16_t low) {
     return float_of(((uint32_t)high << 16) + (uint32_t)(int32_t)low);
 }
 
-static inline uint32_t quiet(uint32_t bits) { /* a NaN's payload could round up to infinity or -0.0 */
+INLINE uint32_t quiet(uint32_t bits) { /* a NaN's payload could round up to infinity or -0.0 */
     return (bits & 0x7fffffffu) > 0x7f800000u ? (bits & 0x80000000u) | 0x7fc00000u : bits;
 }
 
 /* The loop over memory. `format`, `gradient` and `kind` are constants wherever this is inlined, so that each loop
  * has one straight body: interleaving loads, arithmetic and stores is 10-25% faster a core than a pass for each. */
-static inline __attribute__((always_inline)) void update_range(
+INLINE void update_range(
     const segment *s, const update_job *job, int64_t begin, int64_t end,
     const int format, const int gradient, const int kind) {
     half_bits *restrict high = job->param;
@@ -309,29 +308,7 @@ void protrain_update(pool *p, update_job *job, segment *segments) {
     pool_run(p, update_block, job, blocks);
 }
 
-/* ---- gradients: flat arrays of any of the three types, a tile at a time ---------------------------------------- */
-
-static inline const char *element(const void *base, int dtype, int64_t index) {
-    return (const char *)base + index * (dtype == FP32 ? 4 : 2);
-}
-
-static void load_tile(float *restrict out, const void *base, int dtype, int64_t begin, int count) {
-    const void *source = element(base, dtype, begin);
-    const half_bits *halves = source;
-    if (dtype == BF16) for (int i = 0; i < count; i++) out[i] = float_of_bf16(halves[i]);
-    else if (dtype == FP16) for (int i = 0; i < count; i++) out[i] = float_of_fp16(halves[i]);
-    else memcpy(out, source, (size_t)count * 4);
-}
-
-static void store_tile(void *base, int dtype, int64_t begin, const float *restrict in, int count) {
-    void *target = (void *)element(base, dtype, begin);
-    half_bits *restrict halves = target;
-    if (dtype == BF16) for (int i = 0; i < count; i++) halves[i] = bf16_of_float(in[i]);
-    else if (dtype == FP16) for (int i = 0; i < count; i++) halves[i] = fp16_of_float(in[i]);
-    else memcpy(target, in, (size_t)count * 4);
-}
-
-static int tile_size(int64_t begin, int64_t end) { return end - begin < TILE ? (int)(end - begin) : TILE; }
+/* ---- gradients: flat arrays of any of the three types --------------------------------------------------------- */
 
 typedef struct {
     void *target;
@@ -341,42 +318,79 @@ typedef struct {
     int32_t target_dtype, source_dtype;
 } array_job;
 
+typedef void (*array_function)(const array_job *, int64_t begin, int64_t end);
+
+INLINE float load(const void *base, const int dtype, int64_t i) {
+    if (dtype == FP32) return ((const float *)base)[i];
+    return dtype == BF16 ? float_of_bf16(((const half_bits *)base)[i]) : float_of_fp16(((const half_bits *)base)[i]);
+}
+
+INLINE void store(void *base, const int dtype, int64_t i, float value) {
+    if (dtype == FP32) ((float *)base)[i] = value;
+    else ((half_bits *)base)[i] = dtype == BF16 ? bf16_of_float(value) : fp16_of_float(value);
+}
+
+INLINE void write_range(const array_job *job, int64_t begin, int64_t end, const int to, const int from, const int add) {
+    void *target = job->target;
+    const void *source = job->source;
+#pragma omp simd
+    for (int64_t i = begin; i < end; i++) {
+        float value = load(source, from, i);
+        store(target, to, i, add ? load(target, to, i) + value : value);
+    }
+}
+
+INLINE void square_range(const array_job *job, int64_t begin, int64_t end, const int from) {
+    const void *source = job->source;
+    double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = begin; i < end; i++) {
+        double value = load(source, from, i);
+        sum += value * value;
+    }
+    job->sums[begin / BLOCK] = sum;
+}
+
+#define PAIR(to, from) \
+    static void accumulate_##to##_##from(const array_job *job, int64_t begin, int64_t end) { \
+        write_range(job, begin, end, to, from, 1); \
+    } \
+    static void convert_##to##_##from(const array_job *job, int64_t begin, int64_t end) { \
+        write_range(job, begin, end, to, from, 0); \
+    }
+#define SQUARE(from) \
+    static void square_##from(const array_job *job, int64_t begin, int64_t end) { square_range(job, begin, end, from); }
+#define ALL_PAIRS(make) \
+    make(BF16, BF16) make(BF16, FP16) make(BF16, FP32) make(FP16, BF16) make(FP16, FP16) make(FP16, FP32) \
+    make(FP32, BF16) make(FP32, FP16) make(FP32, FP32)
+#define ACCUMULATE_ENTRY(to, from) [to][from] = accumulate_##to##_##from,
+#define CONVERT_ENTRY(to, from) [to][from] = convert_##to##_##from,
+
+ALL_PAIRS(PAIR)
+SQUARE(BF16)
+SQUARE(FP16)
+SQUARE(FP32)
+static const array_function accumulations[3][3] = {ALL_PAIRS(ACCUMULATE_ENTRY)};
+static const array_function conversions[3][3] = {ALL_PAIRS(CONVERT_ENTRY)};
+static const array_function squares[3] = {[BF16] = square_BF16, [FP16] = square_FP16, [FP32] = square_FP32};
+
+static int64_t block_end(const array_job *job, int64_t block) {
+    return (block + 1) * BLOCK < job->count ? (block + 1) * BLOCK : job->count;
+}
+
 static void accumulate_block(void *argument, int64_t block) {
     const array_job *job = argument;
-    int64_t end = (block + 1) * BLOCK < job->count ? (block + 1) * BLOCK : job->count;
-    for (int64_t i = block * BLOCK; i < end; i += TILE) {
-        float total[TILE], added[TILE];
-        int count = tile_size(i, end);
-        load_tile(total, job->target, job->target_dtype, i, count);
-        load_tile(added, job->source, job->source_dtype, i, count);
-        for (int k = 0; k < count; k++) total[k] += added[k];
-        store_tile(job->target, job->target_dtype, i, total, count);
-    }
+    accumulations[job->target_dtype][job->source_dtype](job, block * BLOCK, block_end(job, block));
 }
 
 static void convert_block(void *argument, int64_t block) {
     const array_job *job = argument;
-    int64_t end = (block + 1) * BLOCK < job->count ? (block + 1) * BLOCK : job->count;
-    for (int64_t i = block * BLOCK; i < end; i += TILE) {
-        float values[TILE];
-        int count = tile_size(i, end);
-        load_tile(values, job->source, job->source_dtype, i, count);
-        store_tile(job->target, job->target_dtype, i, values, count);
-    }
+    conversions[job->target_dtype][job->source_dtype](job, block * BLOCK, block_end(job, block));
 }
 
 static void square_block(void *argument, int64_t block) {
     const array_job *job = argument;
-    int64_t end = (block + 1) * BLOCK < job->count ? (block + 1) * BLOCK : job->count;
-    double sum = 0.0;
-    for (int64_t i = block * BLOCK; i < end; i += TILE) {
-        float values[TILE];
-        int count = tile_size(i, end);
-        load_tile(values, job->source, job->source_dtype, i, count);
-#pragma omp simd reduction(+ : sum)
-        for (int k = 0; k < count; k++) sum += (double)values[k] * (double)values[k];
-    }
-    job->sums[block] = sum;
+    squares[job->source_dtype](job, block * BLOCK, block_end(job, block));
 }
 
 /* target += source, in fp32 per element, rounded once to the target's type. */
@@ -402,7 +416,7 @@ double protrain_square_sum(pool *p, array_job *job) {
 static void scale_block(void *argument, int64_t block) {
     const array_job *job = argument;
     float *values = job->target;
-    int64_t end = (block + 1) * BLOCK < job->count ? (block + 1) * BLOCK : job->count;
+    int64_t end = block_end(job, block);
     for (int64_t i = block * BLOCK; i < end; i++) values[i] *= 0x1.fffffep-1f;
 }
 
