@@ -6,7 +6,8 @@ Program
     * no saved value is a parameter or a view or cast of one
 Schedule
     * a packed list feeds exactly one boxed call
-    * a backward follows the recompute of its segment; each segment runs each of its parts at most once per graph
+    * each segment runs each of its parts at most once per graph
+    * a segment is recomputed before its backward if its policy says so, and only then
     * every trainable input has a gradient, frozen ones have none (invariant 5)
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from passes.apply_policies import block_policies
 from passes.node_facts import is_parameter_cast, is_view, never_recompute
 from protrain_compile import ops
 from protrain_compile.errors import ProtrainError
@@ -91,6 +93,7 @@ def verify_schedule(schedule: Schedule, pass_name: str) -> None:
         _check_packs(module, f"after {pass_name}: {name} graph: ")
         _check_order(module, f"after {pass_name}: {name} graph: ")
     if "backward" in schedule.graphs:
+        _check_recomputes(schedule, f"after {pass_name}: backward graph: ")
         _check_gradients(schedule, f"after {pass_name}: backward graph: ")
 
 
@@ -119,9 +122,32 @@ def _check_order(module: fx.GraphModule, where: str) -> None:
         done[key] = node
 
 
+def _check_recomputes(schedule: Schedule, where: str) -> None:
+    wanted = set()
+    for segment, policy in enumerate(block_policies(schedule)):
+        parts = schedule.program.templates[schedule.program.template_of[segment]].parts
+        if policy == "recompute" and parts is not None and parts.recompute is not None:
+            wanted.add(segment)
+    recomputed = set()
+    for node in schedule.graphs["backward"].graph.nodes:
+        operation = operation_of(node)
+        if operation is None:
+            continue
+        if operation.op == "recompute":
+            recomputed.add(operation.segment)
+            if operation.segment not in wanted:
+                raise VerifierError(f"{where}{node.name} recomputes {operation.what}, which its policy keeps")
+        elif operation.op == "backward" and operation.segment in wanted - recomputed:
+            raise VerifierError(
+                f"{where}{node.name} runs {operation.what} without the recompute that its policy asks for"
+            )
+
+
 def _check_gradients(schedule: Schedule, where: str) -> None:
-    gradients = results_of(schedule.graphs["backward"])
-    for source, gradient in zip(schedule.program.inputs, gradients, strict=False):
+    gradients, inputs = results_of(schedule.graphs["backward"]), schedule.program.inputs
+    if len(gradients) != len(inputs):
+        raise VerifierError(f"{where}returns {len(gradients)} gradients for {len(inputs)} inputs")
+    for source, gradient in zip(inputs, gradients, strict=True):
         if source.trainable and gradient is None:
             raise VerifierError(f"{where}{source.name} is trainable but gets no gradient")
         if not source.trainable and gradient is not None:

@@ -10,7 +10,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import protrain_compile
+from passes import schedule_pipeline
 from protrain_compile import ModelSchedule, Plan, compat
+from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.capture import capture_program, describe_inputs, model_name
 from protrain_compile.program import Program
 from protrain_compile.schedule import Schedule
@@ -70,6 +72,13 @@ def compiled(
 def schedule_of(model: nn.Module, *inputs: Any, plan: Plan | str = "keep", **options: Any) -> Schedule:
     """Return the Schedule of ``model``'s first graph."""
     return compiled(model, *inputs, plan=plan, **options)[1].parts[0].schedule
+
+
+def write_schedule(program: Program, plan: Plan) -> Schedule:
+    """Return new graphs for ``plan``; their artefacts are not compiled."""
+    schedule = Schedule(program, plan.fit(program.block_names), ArtefactSet("eager"))
+    schedule_pipeline().run(schedule)
+    return schedule
 
 
 def mixed(*letters: str) -> Plan:
