@@ -1,4 +1,4 @@
-"""What every test relies on: seeded, a fixed number of threads, no compiled code of an earlier test, gpu tests skipped."""
+"""What every test relies on: a seed, a fixed number of threads, no compiled code of an earlier test."""
 
 from __future__ import annotations
 

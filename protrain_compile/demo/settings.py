@@ -178,17 +178,11 @@ def _read_plan(arguments: argparse.Namespace) -> Plan:
 
 def _load_plan(path: Path, blocks: int) -> Plan:
     try:
-        plan = Plan.from_json(path.read_text())
+        return Plan.from_json(path.read_text()).fit([f"blocks.{block}" for block in range(blocks)])
     except OSError as error:
         raise OptionError(f"argument --plan: cannot read {path}: {error.strerror}; give a JSON file") from error
     except (PlanError, UnicodeDecodeError) as error:
         raise OptionError(f"argument --plan: {path}: {error}") from error
-    if plan.policies is not None and len(plan.policies) != blocks:
-        raise OptionError(
-            f"argument --plan: {path} has {len(plan.policies)} policies, but the model has --blocks {blocks}; "
-            "give one policy per block"
-        )
-    return plan
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
