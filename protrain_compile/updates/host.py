@@ -67,6 +67,7 @@ class NativeUpdater:
         self._pool = pool
         self._turn = threading.Lock()
         self._destroy = weakref.finalize(self, library.protrain_pool_destroy, pool)
+        self._destroy.atexit = False  # a daemon thread may be in an update; the process's end ends the pool
 
     def update(self, states: ChunkStates, gradient: Tensor, segments: Sequence[Segment]) -> None:
         """See :meth:`HostUpdater.update`."""

@@ -241,7 +241,7 @@ INLINE void update_range(
             v[i] = second;
             if (kind == ADAM_AMSGRAD) { /* NaN wins on either side */
                 float before = v_max[i];
-                second = (second <= before) | (before != before) ? before : second;
+                second = ((second <= before) | (before != before)) ? before : second;
                 v_max[i] = second;
             }
             p = p * decay + (step * first) / (sqrtf(second) * correction + eps);

@@ -100,8 +100,7 @@ def test_masters_are_bit_equal_to_an_fp32_model(updater, state_format):
 
 def test_host_and_device_agree_over_fifty_steps(updater):
     size = 70_001
-    device, host = make_states(StateFormat.SPLIT, random(size, 3), "cuda"), None
-    host = make_states(StateFormat.SPLIT, random(size, 3), "cpu")
+    device, host = (make_states(StateFormat.SPLIT, random(size, 3), where) for where in ("cuda", "cpu"))
     host_updater = make_host_updater()
     for step in range(1, 51):
         gradient = random(size, 100 + step).to(torch.bfloat16)
