@@ -10,15 +10,23 @@ graphs that run::
     partition_templates  forward, recompute and backward of each template
 
     apply_policies       the forward and backward graphs for the Plan's policies
+    move_chunks          a prepared model's artefacts read parameters from chunks
+    insert_updates       gradients end in their chunk, which is offloaded and updated
+    place                which buffer a chunk uses, and when its prefetch starts
+
+``pack_chunks`` lays a prepared model's parameters out when it is first called, before its first schedule is written.
 """
 
 from __future__ import annotations
 
 from passes.apply_policies import ApplyPolicies
 from passes.dedupe_templates import DedupeTemplates
+from passes.insert_updates import InsertUpdates
 from passes.interface import Pass, PassRecord, Pipeline
+from passes.move_chunks import MoveChunks
 from passes.outline_blocks import OutlineBlocks
 from passes.partition_templates import PartitionTemplates
+from passes.place import Place
 from passes.seed_randomness import SeedRandomness
 from passes.tag_blocks import TagBlocks
 from passes.verify import verify_program, verify_schedule
@@ -52,7 +60,8 @@ def structure_pipeline(*, inductor: bool, inductor_draws: bool, print_after: str
 
 def schedule_pipeline(*, print_after: str | None = None) -> Pipeline[Schedule]:
     """Return the passes that turn segments, templates and a Plan into the graphs that run."""
-    return Pipeline[Schedule]([ApplyPolicies()], given={"parts"}, verify=verify_schedule, print_after=print_after)
+    passes: list[Pass[Schedule]] = [ApplyPolicies(), MoveChunks(), InsertUpdates(), Place()]
+    return Pipeline[Schedule](passes, given={"parts"}, verify=verify_schedule, print_after=print_after)
 
 
 def pass_names() -> tuple[str, ...]:

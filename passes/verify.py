@@ -13,6 +13,8 @@ Schedule
 
 from __future__ import annotations
 
+import collections
+
 from torch import fx
 
 from passes.apply_policies import block_policies
@@ -144,11 +146,26 @@ def _check_recomputes(schedule: Schedule, where: str) -> None:
 
 
 def _check_gradients(schedule: Schedule, where: str) -> None:
-    gradients, inputs = results_of(schedule.graphs["backward"]), schedule.program.inputs
-    if len(gradients) != len(inputs):
-        raise VerifierError(f"{where}returns {len(gradients)} gradients for {len(inputs)} inputs")
-    for source, gradient in zip(inputs, gradients, strict=True):
-        if source.trainable and gradient is None:
+    """Every trainable input's gradient leaves once: to autograd, or (of a managed one) to its chunk."""
+    gradients = results_of(schedule.graphs["backward"])
+    collected = _collected(schedule)
+    for position, (source, gradient) in enumerate(zip(schedule.program.inputs, gradients, strict=False)):
+        leaves = (gradient is not None) + collected[position]
+        if source.trainable and leaves == 0:
             raise VerifierError(f"{where}{source.name} is trainable but gets no gradient")
-        if not source.trainable and gradient is not None:
+        if not source.trainable and leaves:
             raise VerifierError(f"{where}{source.name} is frozen but gets the gradient {gradient}")
+        if leaves > 1:
+            raise VerifierError(f"{where}the gradient of {source.name} is reduced {leaves} times")
+
+
+def _collected(schedule: Schedule) -> collections.Counter[int]:
+    """Count, for every input by position, the collects of its gradient."""
+    found: collections.Counter[int] = collections.Counter()
+    if schedule.chunks is None:
+        return found
+    position_of = {place: position for position, place in schedule.chunks.place_of.items()}
+    for node in schedule.graphs["backward"].graph.nodes:
+        if node.target is ops.collect:
+            found.update(position_of[node.kwargs["chunk"], slot] for slot in node.kwargs["slots"])
+    return found

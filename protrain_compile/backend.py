@@ -29,6 +29,7 @@ from protrain_compile.options import Options
 from protrain_compile.report.emit import announce
 from protrain_compile.report.registry import live_graphs
 from protrain_compile.runtime.compiled_graph import CompiledGraph, Origin
+from protrain_compile.schedule import Schedule
 
 log = logging.getLogger("protrain_compile.backend")
 
@@ -101,11 +102,16 @@ class _Build:
             print_after=self.options.print_after,
         )
         records = pipeline.run(program)
-        self.graph = CompiledGraph(program, self.options, self.origin, records)
+        self.graph = CompiledGraph(program, self.options, self.origin, records, self._announce)
         self.graph.build_s = time.perf_counter() - self.start
         live_graphs.add(self.graph)
-        announce(self.graph, self.options.schedule)
+        if not any(source.managed for source in program.inputs):
+            self._announce(self.graph, self.graph.default)
         return self.graph
+
+    def _announce(self, graph: CompiledGraph, schedule: Schedule) -> None:
+        """Show a schedule; a prepared model's is known when the model is first called."""
+        announce(graph, schedule, self.options.schedule)
 
 
 def _boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

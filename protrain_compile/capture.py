@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from protrain_compile import compat
+from protrain_compile.guards import ManagedParameter
 from protrain_compile.program import GraphInput, InputKind, Program, fake_value, is_symbol
 
 
@@ -28,7 +29,7 @@ def _describe(node: fx.Node) -> GraphInput:
     example, source = compat.traced_example(node)
     name = source_name(source)
     if isinstance(example, torch.nn.Parameter):
-        return GraphInput(name, InputKind.PARAMETER)
+        return GraphInput(name, InputKind.PARAMETER, managed=isinstance(example, ManagedParameter))
     if isinstance(example, torch.nn.Buffer) or "._buffers[" in source:
         return GraphInput(name, InputKind.BUFFER)
     if isinstance(example, torch.Tensor):
@@ -91,6 +92,7 @@ def capture_program(
                 kind=kind,
                 trainable=number < len(gradients) and gradients[number] is not None,
                 mutated=position is not None and position in mutated,
+                managed=source is not None and source.managed,
             )
         )
     return Program(name, graph, tuple(inputs), num_outputs, differentiable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,3 +18,84 @@ def pack(*values: Any) -> list[Any]:
 def snapshot(value: torch.Tensor, *, stream: str) -> torch.Tensor:
     """Copy a graph input that the forward gives a new value, for a backward that needs the old one."""
     return value.clone()
+
+
+class ChunkOperations(Protocol):
+    """Who carries out the operations on chunks: the residency of one prepared model, a graph's first argument.
+
+    Every chunk lies in a *home* on the host or the device. ``buffer`` names the chunk buffer that an operation uses.
+    """
+
+    def bind(self, chunk: int, slots: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        """Return views of a persistent chunk's parameters."""
+        ...
+
+    def prefetch(self, chunk: int, buffer: int) -> None:
+        """Start copying a chunk's parameters into a buffer, behind its last reader and the chunk's update."""
+        ...
+
+    def wait(self, chunk: int, buffer: int, slots: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        """Make the compute stream wait for the chunk; return views of its parameters in the buffer."""
+        ...
+
+    def release(self, chunk: int, buffer: int) -> None:
+        """Mark the buffer as free once what the compute stream was given so far is done; its content stays valid."""
+        ...
+
+    def collect(self, chunk: int, buffer: int | None, slots: tuple[int, ...], gradients: list[Any]) -> None:
+        """Write gradients where the chunk's parameters were: into the buffer, or a persistent chunk's gradient storage."""
+        ...
+
+    def offload(self, chunk: int, buffer: int) -> None:
+        """Start copying the gradients in the buffer to the host; free the buffer when that is done."""
+        ...
+
+    def update(self, chunk: int, slots: tuple[int, ...]) -> None:
+        """Update the chunk with the gradients that were collected, now or (``at_step``) when ``step()`` is called."""
+        ...
+
+
+def bind(residency: ChunkOperations, *, chunk: int, slots: tuple[int, ...], stream: str) -> tuple[torch.Tensor, ...]:
+    """See :meth:`ChunkOperations.bind`."""
+    return residency.bind(chunk, slots)
+
+
+def prefetch(residency: ChunkOperations, *, chunk: int, buffer: int, stream: str) -> None:
+    """See :meth:`ChunkOperations.prefetch`."""
+    residency.prefetch(chunk, buffer)
+
+
+def wait(
+    residency: ChunkOperations, *, chunk: int, buffer: int, slots: tuple[int, ...], stream: str
+) -> tuple[torch.Tensor, ...]:
+    """See :meth:`ChunkOperations.wait`."""
+    return residency.wait(chunk, buffer, slots)
+
+
+def release(residency: ChunkOperations, *, chunk: int, buffer: int, stream: str) -> None:
+    """See :meth:`ChunkOperations.release`."""
+    residency.release(chunk, buffer)
+
+
+def collect(
+    residency: ChunkOperations,
+    gradients: list[Any],
+    *,
+    chunk: int,
+    buffer: int | None = None,
+    slots: tuple[int, ...],
+    stream: str,
+) -> None:
+    """See :meth:`ChunkOperations.collect`; boxed: empties ``gradients``."""
+    residency.collect(chunk, buffer, slots, gradients)
+    gradients.clear()
+
+
+def offload(residency: ChunkOperations, *, chunk: int, buffer: int, stream: str) -> None:
+    """See :meth:`ChunkOperations.offload`."""
+    residency.offload(chunk, buffer)
+
+
+def update(residency: ChunkOperations, *, chunk: int, slots: tuple[int, ...], stream: str) -> None:
+    """See :meth:`ChunkOperations.update`."""
+    residency.update(chunk, slots)

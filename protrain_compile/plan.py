@@ -1,7 +1,8 @@
-"""The Plan: what was decided about every block. Pure data, JSON both ways.
+"""The Plan: what was decided about every block and every chunk. Pure data, JSON both ways.
 
 A Plan either lists one policy per block, in execution order, or is *uniform*: one policy for
-every block of whatever model it meets.
+every block of whatever model it meets. Likewise for the residency of chunks, which concerns prepared models only;
+a Plan that says nothing of it leaves it to the planner.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
+from protrain_compile.chunks import RESIDENCIES, Residency
 from protrain_compile.errors import PlanError
 
 Policy = Literal["keep", "recompute"]
 POLICIES: tuple[str, ...] = get_args(Policy)
+LISTS = ("policies", "blocks", "residency")
+MIN_BUFFERS = 3
+"""One chunk in use, one arriving, one whose gradient is leaving."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,28 +31,64 @@ class Plan:
         uniform_policy: The policy of every block, for a uniform Plan.
         blocks: Names of the blocks that ``policies`` was made for, if known; a model with other
             block names is then refused.
+        residency: One residency per chunk in first-use order, or None.
+        uniform_residency: The residency of every chunk, or None.
+        buffers: How many chunk buffers of standard size; None leaves it to the planner.
+        chunk_bytes: Capacity of a chunk; None leaves it to packing. A block larger than this has a chunk of its own.
     """
 
     policies: tuple[Policy, ...] | None = None
     uniform_policy: Policy | None = None
     blocks: tuple[str, ...] | None = None
+    residency: tuple[Residency, ...] | None = None
+    uniform_residency: Residency | None = None
+    buffers: int | None = None
+    chunk_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse malformed plans where they are made."""
         if (self.policies is None) == (self.uniform_policy is None):
             raise PlanError("a Plan takes either policies (one per block) or one policy for all: use Plan.uniform")
-        object.__setattr__(self, "policies", None if self.policies is None else tuple(self.policies))
-        object.__setattr__(self, "blocks", None if self.blocks is None else tuple(self.blocks))
+        for name in LISTS:
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
         for policy in self.policies if self.policies is not None else (self.uniform_policy,):
             if policy not in POLICIES:
                 raise PlanError(f"plan: unknown policy {policy!r}; the policies are {', '.join(POLICIES)}")
         if self.blocks is not None and (self.policies is None or len(self.blocks) != len(self.policies)):
             raise PlanError("plan: blocks, when given, names each entry of policies")
+        self._check_residency()
+
+    def _check_residency(self) -> None:
+        if self.residency is not None and self.uniform_residency is not None:
+            raise PlanError("plan: give residency (one per chunk) or uniform_residency, not both")
+        for residency in self.residency or (self.uniform_residency,):
+            if residency is not None and residency not in RESIDENCIES:
+                raise PlanError(f"plan: unknown residency {residency!r}; the residencies are {', '.join(RESIDENCIES)}")
+        if self.buffers is not None and (not isinstance(self.buffers, int) or self.buffers < MIN_BUFFERS):
+            raise PlanError(f"plan: buffers must be a number of at least {MIN_BUFFERS}, got {self.buffers!r}")
+        if self.chunk_bytes is not None and (not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1):
+            raise PlanError(f"plan: chunk_bytes must be a positive number of bytes, got {self.chunk_bytes!r}")
 
     @classmethod
-    def uniform(cls, policy: str = "keep") -> Plan:
-        """Return a Plan that gives ``policy`` to every block of any model."""
-        return cls(uniform_policy=cast("Policy", policy))
+    def uniform(cls, policy: str = "keep", residency: str | None = None) -> Plan:
+        """Return a Plan that gives ``policy`` to every block of any model, and ``residency`` to every chunk."""
+        return cls(uniform_policy=cast("Policy", policy), uniform_residency=cast("Residency | None", residency))
+
+    def fit_chunks(self, chunks: int) -> tuple[Residency, ...] | None:
+        """Return the residency of each of ``chunks`` chunks, or None if the Plan leaves it open.
+
+        Raises:
+            PlanError: If the Plan was made for another number of chunks.
+        """
+        if self.uniform_residency is not None:
+            return (self.uniform_residency,) * chunks
+        if self.residency is not None and len(self.residency) != chunks:
+            raise PlanError(
+                f"plan has the residency of {len(self.residency)} chunks, but this model has {chunks}; "
+                "give one per chunk, or use Plan.uniform(residency=...)"
+            )
+        return self.residency
 
     def fit(self, block_names: Sequence[str]) -> Plan:
         """Return this Plan with one policy for each of ``block_names``.
@@ -57,7 +98,9 @@ class Plan:
         """
         names = tuple(block_names)
         if self.uniform_policy is not None:
-            return Plan(policies=(self.uniform_policy,) * len(names), blocks=names)
+            return dataclasses.replace(
+                self, policies=(self.uniform_policy,) * len(names), uniform_policy=None, blocks=names
+            )
         assert self.policies is not None
         if len(self.policies) != len(names):
             shown = f" ({names[0]} to {names[-1]})" if names else ""
@@ -71,7 +114,7 @@ class Plan:
                 f"plan was made for block {index} = {self.blocks[index]!r}, but this graph's block {index} is "
                 f"{names[index]!r}; make the plan anew for this model, or leave `blocks` out"
             )
-        return Plan(policies=self.policies, blocks=names)
+        return dataclasses.replace(self, blocks=names)
 
     def to_json(self) -> str:
         """Return the Plan as JSON text."""
@@ -103,7 +146,7 @@ class Plan:
         unknown = sorted(str(name) for name in fields if name not in known)
         if unknown:
             raise PlanError(f"plan has unknown fields {', '.join(unknown)}; the fields are {', '.join(known)}")
-        for name in ("policies", "blocks"):
+        for name in LISTS:
             value = fields.get(name)
             if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)):
                 raise PlanError(f"plan: {name} must be a list of strings")

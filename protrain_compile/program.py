@@ -39,12 +39,14 @@ class GraphInput:
         kind: Parameter, buffer, user input, or a symbolic size.
         trainable: Whether the graph computes a gradient for it.
         mutated: Whether the forward gives it a new value (BatchNorm statistics, counters).
+        managed: Whether it is a parameter that ``prepare`` took over.
     """
 
     name: str
     kind: InputKind
     trainable: bool = False
     mutated: bool = False
+    managed: bool = False
 
     @property
     def held_by_model(self) -> bool:

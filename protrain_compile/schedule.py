@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from protrain_compile.artefacts import ArtefactSet
+from protrain_compile.chunks import ChunkBinding
 from protrain_compile.plan import Plan
 from protrain_compile.program import Program
 
@@ -17,16 +18,20 @@ class Operation:
     """What a schedule node does, for printing and checking; stored as ``node.meta["operation"]``.
 
     Attributes:
-        op: Name of the operation: forward, recompute, backward, snapshot.
-        what: What it works on, such as ``block 3``.
+        op: Name of the operation: forward, recompute, backward, snapshot, or one on a chunk (see ``ops``).
+        what: What it works on, such as ``block 3`` or ``chunk 10``.
         stream: The stream it runs on.
         segment: Index of the segment it belongs to.
+        moved_bytes: Bytes that it moves over the link.
+        chunk: The chunk that it works on, or -1.
     """
 
     op: str
     what: str
     stream: str
     segment: int
+    moved_bytes: int = 0
+    chunk: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Schedule:
         artefacts: The compiled parts that the graphs call.
         graphs: ``forward`` and ``backward``, or ``inference``; boxed calls (one list in, emptied).
         backward_inputs: How the backward's placeholders are bound.
+        chunks: How the parameters lie in chunks, for a prepared model; its graphs take the residency first.
     """
 
     program: Program
@@ -61,6 +67,7 @@ class Schedule:
     artefacts: ArtefactSet
     graphs: dict[str, fx.GraphModule] = dataclasses.field(default_factory=dict)
     backward_inputs: BackwardInputs = BackwardInputs()
+    chunks: ChunkBinding | None = None
 
     def graph_modules(self) -> dict[str, fx.GraphModule]:
         """Return the graphs that passes rewrite, by name."""

@@ -30,3 +30,8 @@ def size_bytes(values: Iterable[Any]) -> int:
     """Return the bytes of the distinct storages behind ``values``; symbols and None take none."""
     found = {storage_key(value): storage_bytes(value) for value in values if isinstance(value, torch.Tensor)}
     return sum(found.values())
+
+
+def dtype_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes of one element."""
+    return dtype.itemsize

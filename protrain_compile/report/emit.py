@@ -8,13 +8,14 @@ import torch.distributed
 
 from protrain_compile.report.render import render
 from protrain_compile.runtime.compiled_graph import CompiledGraph
+from protrain_compile.schedule import Schedule
 
 
-def announce(graph: CompiledGraph, where: str) -> None:
-    """Show the graph's schedule: ``print``, ``full``, ``off``, or the path of a file to append to. Rank 0 only."""
+def announce(graph: CompiledGraph, schedule: Schedule, where: str) -> None:
+    """Show a schedule of ``graph``: ``print``, ``full``, ``off``, or the path of a file to append to. Rank 0 only."""
     if where == "off" or not _is_first_rank():
         return
-    text = render(graph, graph.default, full=where not in ("print",))
+    text = render(graph, schedule, full=where not in ("print",))
     if where in ("print", "full"):
         print(text, flush=True)
     else:

@@ -65,10 +65,11 @@ class ModelSchedule:
             PlanError: If the plan does not fit one of the model's graphs; then nothing changes.
         """
         wanted = parse_plan(plan)
-        schedules = [part.graph.schedule_for(wanted) for part in self.parts]
-        for part, schedule in zip(self.parts, schedules, strict=True):
-            for binding in part.bindings:
-                binding.schedule = schedule
+        chosen = [
+            (binding, part.graph.schedule_for(wanted, binding)) for part in self.parts for binding in part.bindings
+        ]
+        for binding, schedule in chosen:
+            binding.schedule = schedule
 
     def render(self, *, full: bool = False) -> str:
         """Return the printed schedules; ``full`` prints every block."""

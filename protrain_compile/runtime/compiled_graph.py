@@ -24,6 +24,10 @@ import torch
 from passes import PassRecord, schedule_pipeline
 from protrain_compile import compat
 from protrain_compile.artefacts import ArtefactSet
+from protrain_compile.chunks import ChunkBinding
+from protrain_compile.errors import ProtrainError
+from protrain_compile.guards import ManagedParameter
+from protrain_compile.managed import ManagedModel
 from protrain_compile.options import Options
 from protrain_compile.plan import Plan
 from protrain_compile.program import InputKind, Program
@@ -35,10 +39,11 @@ log = logging.getLogger("protrain_compile.runtime")
 
 @dataclasses.dataclass(eq=False)
 class Binding:
-    """The Parameters that one caller passes, held weakly, and the schedule that serves them."""
+    """The Parameters that one caller passes, held weakly, the schedule that serves them, and who manages them."""
 
     parameters: tuple[weakref.ref[Any], ...]
     schedule: Schedule
+    managed: ManagedModel | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +59,14 @@ class CompiledGraph:
 
     _numbers = itertools.count()
 
-    def __init__(self, program: Program, options: Options, origin: Origin, records: Sequence[PassRecord]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        options: Options,
+        origin: Origin,
+        records: Sequence[PassRecord],
+        announce: Callable[[CompiledGraph, Schedule], None],
+    ) -> None:
         start = time.perf_counter()
         self.number = next(self._numbers)
         self.program = program
@@ -63,25 +75,39 @@ class CompiledGraph:
         self.contexts = ContextTable()
         self._options = options
         self._artefacts = ArtefactSet(options.compile)
-        self._schedules: dict[Plan, Schedule] = {}
+        self._announce = announce
+        self._schedules: dict[Any, Schedule] = {}
         self._bindings: dict[tuple[int, ...], Binding] = {}
         self._parameter_positions = [i for i, source in enumerate(program.inputs) if source.kind is InputKind.PARAMETER]
-        self.default = self.schedule_for(options.plan)
+        self.default = self.schedule_for(options.plan or Plan.uniform())
         self.build_s = time.perf_counter() - start
 
-    def schedule_for(self, plan: Plan) -> Schedule:
-        """Return the schedule that carries out ``plan``; artefacts that it needs are compiled.
+    def schedule_for(self, plan: Plan, binding: Binding | None = None) -> Schedule:
+        """Return the schedule that carries out ``plan`` for a binding; artefacts that it needs are compiled.
 
         Raises:
-            PlanError: If the plan does not fit this graph's blocks.
+            PlanError: If the plan does not fit this graph's blocks or the model's chunks.
         """
         fitted = plan.fit(self.program.block_names)
-        if fitted not in self._schedules:
-            schedule = Schedule(self.program, fitted, self._artefacts)
+        chunks = self._chunks(plan, binding) if binding is not None and binding.managed is not None else None
+        key = (fitted, None if chunks is None else tuple(chunks.place_of.items()))
+        if key not in self._schedules:
+            schedule = Schedule(self.program, fitted, self._artefacts, chunks=chunks)
             self.records += schedule_pipeline(print_after=self._options.print_after).run(schedule)
             self._artefacts.compile()
-            self._schedules[fitted] = schedule
-        return self._schedules[fitted]
+            self._schedules[key] = schedule
+        return self._schedules[key]
+
+    def _chunks(self, plan: Plan, binding: Binding) -> ChunkBinding:
+        assert binding.managed is not None
+        places = {}
+        for position, ref in zip(self._parameter_positions, binding.parameters, strict=True):
+            parameter = ref()
+            if isinstance(parameter, ManagedParameter):
+                places[position] = parameter._index
+        position_of = {node: i for i, node in enumerate(self.program.primals)}
+        first_uses = [[position_of[n] for n in segment.inputs if n in position_of] for segment in self.program.segments]
+        return binding.managed.bind(places, first_uses, plan)
 
     @property
     def compiled_artefacts(self) -> int:
@@ -99,13 +125,14 @@ class CompiledGraph:
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward; return its outputs and the token that keeps its context alive."""
-        schedule = self._bind(arguments).schedule
+        binding = self._bind(arguments)
+        schedule = binding.schedule
         needed = schedule.backward_inputs
         primals = [arguments[i] for i in needed.primals]
         with torch.no_grad():
-            results = list(schedule.graphs["forward"].forward(arguments))
+            results = list(schedule.graphs["forward"].forward(_with_residency(binding.managed, arguments)))
         split = len(results) - needed.num_kept
-        context = Context(schedule, primals, results[split:])
+        context = Context(schedule, primals, results[split:], binding.managed)
         del results[split:]
         results.append(self.contexts.open(context))
         return results
@@ -113,26 +140,51 @@ class CompiledGraph:
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward of the forward whose token comes first in ``arguments``; the tangents follow."""
         context = self.contexts.find(arguments[0])
-        schedule = context.schedule
-        boxed = context.arguments(keep=compat.keeps_graph())
+        schedule, managed = context.schedule, context.managed
+        keep = compat.keeps_graph()
+        boxed = context.arguments(keep=keep)
         boxed += [arguments[1 + i] for i in schedule.backward_inputs.tangents]
         arguments.clear()
+        graph = schedule.graphs["backward"]
         with torch.no_grad():
-            return schedule.graphs["backward"].forward(boxed)  # type: ignore[no-any-return]
+            if managed is None:
+                return graph.forward(boxed)  # type: ignore[no-any-return]
+            managed.begin_backward(context, keep=keep)
+            boxed.insert(0, managed.packed)
+            try:
+                return graph.forward(boxed)  # type: ignore[no-any-return]
+            except BaseException:
+                managed.backward_raised()
+                raise
 
     def inference(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the forward without a backward."""
+        binding = self._bind(arguments)
+        graph = binding.schedule.graphs["inference"]
         with torch.no_grad():
-            return self._bind(arguments).schedule.graphs["inference"].forward(arguments)  # type: ignore[no-any-return]
+            return graph.forward(_with_residency(binding.managed, arguments))  # type: ignore[no-any-return]
 
     def _bind(self, arguments: Sequence[Any]) -> Binding:
         key = tuple([id(arguments[i]) for i in self._parameter_positions])
         binding = self._bindings.get(key)
-        if binding is None:
-            # A dead Parameter's id may be reused: its binding goes with it.
-            drop = self._dropper(key)
-            parameters = tuple(weakref.ref(arguments[i], drop) for i in self._parameter_positions)
-            binding = self._bindings[key] = Binding(parameters, self.default)
+        return binding if binding is not None else self._new_binding(key, arguments)
+
+    def _new_binding(self, key: tuple[int, ...], arguments: Sequence[Any]) -> Binding:
+        # A dead Parameter's id may be reused: its binding goes with it.
+        drop = self._dropper(key)
+        given = [arguments[i] for i in self._parameter_positions]
+        managers = {parameter._home for parameter in given if isinstance(parameter, ManagedParameter)}
+        if len(managers) > 1:
+            raise ProtrainError("one compiled call uses parameters of two prepared models; compile and call them apart")
+        binding = Binding(tuple(weakref.ref(parameter, drop) for parameter in given), self.default)
+        if managers:
+            managed = managers.pop()
+            assert isinstance(managed, ManagedModel)
+            binding.managed = managed
+            plan = self._options.plan or managed.preparation.plan or Plan.uniform()
+            binding.schedule = self.schedule_for(plan, binding)
+            self._announce(self, binding.schedule)
+        self._bindings[key] = binding
         return binding
 
     def _dropper(self, key: tuple[int, ...]) -> Callable[[Any], None]:
@@ -142,3 +194,13 @@ class CompiledGraph:
             bindings.pop(key, None)
 
         return drop
+
+
+def _with_residency(managed: ManagedModel | None, arguments: list[Any]) -> list[Any]:
+    """Return the arguments of a schedule graph: a prepared model's residency comes first. Empties ``arguments``."""
+    if managed is None:
+        return arguments
+    managed.begin_forward()
+    boxed = [managed.packed, *arguments]
+    arguments.clear()
+    return boxed

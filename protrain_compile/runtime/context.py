@@ -17,18 +17,25 @@ from typing import Any
 import torch
 
 from protrain_compile.errors import ContextError
+from protrain_compile.managed import ManagedModel
 from protrain_compile.schedule import Schedule
 
 
 class Context:
     """What one forward keeps: its schedule, the graph inputs to bind again, and the kept values."""
 
-    def __init__(self, schedule: Schedule, primals: list[Any], kept: list[Any]) -> None:
+    def __init__(
+        self, schedule: Schedule, primals: list[Any], kept: list[Any], managed: ManagedModel | None = None
+    ) -> None:
         self.schedule = schedule
+        self.managed = managed
+        self._chunk_versions = () if managed is None else tuple(managed.versions)
+        if managed is not None:
+            managed.opened(self)
         self._primals = primals
         self._kept = kept
         self._versions = [_version(value) for value in itertools.chain(primals, kept)]
-        self._consumed = False
+        self.consumed = False
 
     def arguments(self, *, keep: bool) -> list[Any]:
         """Return the primals and kept values for one backward, in order; give them up unless ``keep``.
@@ -36,19 +43,32 @@ class Context:
         Raises:
             ContextError: If an earlier backward took them, or one was modified in place since the forward.
         """
-        if self._consumed:
+        if self.consumed:
             raise ContextError(
                 "trying to run backward through the compiled graph a second time: its saved values are freed; "
                 "pass retain_graph=True to the first backward"
             )
+        self._check_chunks()
         values = self._primals + self._kept
         for value, version in zip(values, self._versions, strict=True):
             if _version(value) != version:
                 raise ContextError(self._modified(value, version))
         if not keep:
-            self._consumed = True
+            self.consumed = True
             self._primals, self._kept = [], []
         return values
+
+    def _check_chunks(self) -> None:
+        """Refuse a backward through weights that were updated since the forward, as eager does for saved tensors."""
+        if self.managed is None or self.schedule.chunks is None:
+            return
+        for chunk in {place[0] for place in self.schedule.chunks.place_of.values()}:
+            if self.managed.versions[chunk] != self._chunk_versions[chunk]:
+                slot = self.managed.packed.store.spec.layout.chunks[chunk].slots[0]
+                raise ContextError(
+                    f"{self.managed.name_of(slot.parameter)} is needed for the backward and has been updated since the "
+                    "forward; run this backward before optimizer.step() (and before a backward that updates the weights)"
+                )
 
     def _modified(self, value: torch.Tensor, version: int) -> str:
         position = next((i for i, primal in enumerate(self._primals) if primal is value), None)

@@ -1,0 +1,318 @@
+"""ManagedModel: the parameters that ``prepare`` took over, from recording them to training from chunks.
+
+Life of a parameter::
+
+    prepare            storage emptied; the original ("source") is kept aside, on the host
+    first compiled call   chunks are laid out in first-use order, the stores allocated, sources copied and freed one by one
+    training           the value lies in its chunk (see ``residency``)
+
+Everything that a user can do to a parameter arrives here as a read, a write, or a gradient access, before and after packing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.pack_chunks import pack_chunks
+from protrain_compile.chunks import ChunkBinding, ChunkLayout, ParameterSpec
+from protrain_compile.errors import ProtrainError
+from protrain_compile.guards import UpdateGuard, manage
+from protrain_compile.plan import Plan
+from protrain_compile.planner import choose_buffers, choose_residency
+from protrain_compile.residency import ChunkResidency
+from protrain_compile.runtime.chunk_store import ChunkStore, StoreSpec
+from protrain_compile.runtime.host_budget import HostBudget
+from protrain_compile.runtime.host_worker import HostWorker
+from protrain_compile.runtime.streams import make_streams
+from protrain_compile.update_book import UpdateBook
+
+log = logging.getLogger("protrain_compile.managed")
+
+LANDINGS = 4
+"""Landing slots for gradients where updates empty them in turn: one arriving, one being used, two to smooth the pace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """What the user said to ``prepare``.
+
+    Attributes:
+        device: Where the model computes.
+        memory_budget: Device bytes allowed; None for what is free.
+        host_budget: Bounds on host memory.
+        micro_batches: Most backwards before a step.
+        max_grad_norm: Clipping; None for none declared.
+        plan: The plan to follow, or None.
+    """
+
+    device: torch.device
+    memory_budget: int | None
+    host_budget: HostBudget
+    micro_batches: int
+    max_grad_norm: float | None
+    plan: Plan | None
+
+
+class ManagedModel:
+    """Owner of a prepared model's parameters, states and gradients."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], book: UpdateBook, preparation: Preparation) -> None:
+        """Record ``named`` parameters and empty their storage on the device; nothing is packed yet."""
+        self.preparation = preparation
+        self.book = book
+        self.specs = tuple(
+            ParameterSpec(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            for name, parameter in named
+        )
+        self.layout: ChunkLayout | None = None
+        self.residency: ChunkResidency | None = None
+        self.snapshot_depth = 0
+        self.versions: list[int] = []
+        self.buffers = 0
+        self.guard = UpdateGuard(
+            clips=preparation.max_grad_norm is not None,
+            micro_batches=preparation.micro_batches,
+            half=any(spec.trainable and spec.dtype == torch.float16 for spec in self.specs),
+        )
+        self._waiting_forwards: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._sources: list[torch.Tensor | None] = []
+        self.parameters = [weakref.ref(parameter) for _, parameter in named]
+        for index, (_, parameter) in enumerate(named):
+            self._sources.append(parameter.detach())
+            parameter.data = _empty_like(parameter, preparation.device)
+            manage(parameter, self, index)
+
+    # ---- packing and binding -----------------------------------------------------------------------------------
+
+    def bind(self, places: dict[int, int], first_uses: Sequence[Sequence[int]], plan: Plan) -> ChunkBinding:
+        """Return how a call's parameters lie in chunks; the first call packs them.
+
+        Args:
+            places: Index of the managed parameter, by position among the call's arguments.
+            first_uses: Positions that each segment uses, in execution order.
+            plan: The plan to follow; its residency counts for the first call.
+        """
+        if self.residency is None:
+            self._pack([[places[i] for i in used if i in places] for used in first_uses], plan)
+        assert self.layout is not None
+        assert self.residency is not None
+        spec = self.residency.store.spec
+        place_of = {position: self.layout.place_of[index] for position, index in places.items()}
+        return ChunkBinding(self.layout, spec.residency, self.buffers, place_of)
+
+    def _pack(self, first_uses: Sequence[Sequence[int]], plan: Plan) -> None:
+        layout = pack_chunks(self.specs, first_uses, plan.chunk_bytes)
+        preparation = self.preparation
+        residency = choose_residency(layout, plan, self._free_bytes(), self.book.state_bytes)
+        self.buffers = choose_buffers(layout, residency, plan)
+        own_landings = preparation.max_grad_norm is not None and preparation.micro_batches == 1
+        spec = StoreSpec(
+            layout=layout,
+            residency=residency,
+            kinds=tuple(self.book.kind_of_chunk(chunk) for chunk in layout.chunks),
+            device=preparation.device,
+            landings=0 if own_landings else LANDINGS,
+            gradient_dtype=torch.float32 if preparation.micro_batches > 1 else None,
+        )
+        self.layout = layout
+        store = ChunkStore(spec, preparation.host_budget)
+        self.residency = ChunkResidency(
+            store,
+            make_streams(preparation.device),
+            HostWorker(),
+            self.buffers,
+            self._segments,
+            measures_norms=preparation.max_grad_norm is not None,
+        )
+        self.versions = [0] * len(layout.chunks)
+        for chunk in layout.chunks:
+            for slot in chunk.slots:
+                source = self._sources[slot.parameter]
+                assert source is not None
+                store.write(slot.parameter, source)
+                self._sources[slot.parameter] = None
+        self.book.install(store)
+        log.info("packed %d parameters into %d chunks", len(self.specs), len(layout.chunks))
+
+    def _free_bytes(self) -> int | None:
+        if self.preparation.memory_budget is not None:
+            return self.preparation.memory_budget
+        if self.preparation.device.type != "cuda":
+            return None
+        return int(torch.cuda.mem_get_info(self.preparation.device)[0])
+
+    def _segments(self, chunk: int, slots: Sequence[int], multiplier: float) -> list[Any]:
+        assert self.layout is not None
+        self.versions[chunk] += 1
+        return self.book.segments(self.layout.chunks[chunk], slots, multiplier)
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Check that a forward may run."""
+        self.guard.before_forward()
+
+    def opened(self, context: Any) -> None:
+        """Note a forward that waits for its backward."""
+        self._waiting_forwards.add(context)
+
+    def begin_backward(self, context: Any, *, keep: bool) -> None:
+        """Decide when the chunks of this backward are updated."""
+        residency = self.packed
+        self._waiting_forwards.discard(context)
+        alone = not keep and all(each.consumed for each in self._waiting_forwards)
+        residency.updated.clear()
+        waiting = bool(residency.pending)
+        residency.mode = self.guard.mode_of_backward(alone=alone, waiting=waiting, rules=self.book.rules())
+        if residency.mode == "in_backward" and not waiting and self.preparation.micro_batches == 1:
+            residency.release_accumulators()
+
+    def backward_raised(self) -> None:
+        """Note that a backward broke off."""
+        trainable = sum(chunk.trainable for chunk in self.packed.store.spec.layout.chunks)
+        self.guard.broke_off(len(self.packed.updated) / max(1, trainable))
+
+    def step(self) -> None:
+        """Do what ``optimizer.step()`` has to do: run the updates that wait, or confirm those that ran."""
+        if self.residency is None:
+            return
+        self.residency.worker.check()
+        self.guard.before_step(self.book.rules())
+        multiplier = self._clipping(self.residency)
+        for chunk in sorted(self.residency.pending):
+            self.residency.apply(chunk, multiplier)
+
+    def _clipping(self, residency: ChunkResidency) -> float:
+        """Return what ``clip_grad_norm_`` would multiply the gradients by."""
+        limit = self.preparation.max_grad_norm
+        if limit is None or limit == float("inf") or not residency.pending:
+            return 1.0
+        coefficient = limit / (residency.gradient_norm(exact=self.guard.gradients_were_read) + 1e-6)
+        return 1.0 if coefficient > 1.0 else coefficient
+
+    @property
+    def packed(self) -> ChunkResidency:
+        """The residency, once the model has run."""
+        assert self.residency is not None
+        return self.residency
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that wait."""
+        self.guard.before_zero_grad()
+        if self.residency is not None and self.residency.pending:
+            self.residency.drop_pending()
+
+    # ---- doors ---------------------------------------------------------------------------------------------------
+
+    def name_of(self, index: int) -> str:
+        """Return a parameter's name."""
+        return self.specs[index].name
+
+    def read(self, index: int) -> torch.Tensor:
+        """Return a fresh tensor with a parameter's newest value: on the model's device, or on the host for a state dict."""
+        spec = self.specs[index]
+        source = self._sources[index]
+        if source is None:
+            assert self.residency is not None
+            chunk, _ = self.residency.store.slot_range(index)
+            self.residency.settle(chunk)
+            source = self.residency.store.read(index, spec.dtype)
+        else:
+            source = source.clone()
+        return source.cpu() if self.snapshots else source.to(self.preparation.device)
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Set a parameter's value.
+
+        Raises:
+            ProtrainError: If the shape differs.
+        """
+        spec = self.specs[index]
+        if tuple(value.shape) != spec.shape:
+            raise ProtrainError(
+                f"{spec.name} has the shape {spec.shape}; a value of shape {tuple(value.shape)} does not fit"
+            )
+        source = self._sources[index]
+        if source is not None:
+            source.copy_(value.detach())
+            return
+        assert self.residency is not None
+        chunk, _ = self.residency.store.slot_range(index)
+        self.residency.worker.drain()
+        self.residency.streams.synchronize()
+        self.residency.store.write(index, value)
+        self.residency.written(chunk)
+        self.versions[chunk] += 1
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        """Return a view of the gradient that waits for ``step()``, or None."""
+        if self.residency is None or not self.specs[index].trainable:
+            return None
+        if self.guard.ahead:
+            self.guard.gradient_read(self.specs[index].name)
+        assert self.layout is not None
+        chunk, slot = self.layout.place_of[index]
+        if slot not in self.residency.pending.get(chunk, ()):
+            return None
+        self.guard.gradient_read(self.specs[index].name)
+        _, where = self.residency.store.slot_range(index)
+        return self.residency.waiting_gradient(chunk)[where].view(self.specs[index].shape)
+
+    def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
+        """Replace or drop the gradient that waits for ``step()``."""
+        current = self.gradient(index)
+        if value is None:
+            if current is not None:
+                assert self.layout is not None
+                assert self.residency is not None
+                chunk, slot = self.layout.place_of[index]
+                self.residency.forget(chunk, slot)
+        elif current is not None:
+            if value is not current:
+                current.copy_(value)
+        else:
+            raise ProtrainError(f"{self.specs[index].name}.grad can only be replaced between backward() and step()")
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether a state dict is being made: detached values are then plain tensors on the host."""
+        return self.snapshot_depth > 0
+
+    def settled_store(self) -> ChunkStore | None:
+        """Return the store once every update has run; None before the first call."""
+        if self.residency is None:
+            return None
+        self.residency.worker.drain()
+        return self.residency.store
+
+    def values_changed(self) -> None:
+        """Note that parameters were written in their homes."""
+        if self.residency is not None:
+            for chunk in range(len(self.versions)):
+                self.residency.written(chunk)
+
+    def close(self) -> None:
+        """End the worker and give all memory back; parameters cannot be read afterwards."""
+        if self.residency is not None:
+            self.residency.close()
+
+
+def _empty_like(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    """Return a tensor that looks like ``parameter`` on ``device`` and takes no memory there."""
+    like = torch.empty(0, dtype=parameter.dtype, device=device)
+    like.set_(like.untyped_storage(), 0, parameter.shape, _contiguous_strides(parameter.shape))
+    like.untyped_storage().resize_(0)
+    return like
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = list(itertools.accumulate((max(1, size) for size in reversed(shape)), lambda a, b: a * b, initial=1))
+    return tuple(reversed(strides[:-1])) if shape else ()

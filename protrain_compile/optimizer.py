@@ -1,0 +1,126 @@
+"""The managed optimizer: the user's own optimizer object, whose step, zero_grad and state dict go to the ManagedModel.
+
+``prepare`` changes the class of the optimizer in place, so that schedulers made before keep working and
+``isinstance(optimizer, torch.optim.AdamW)`` stays true. ``param_groups`` is the user's list and may be edited.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from protrain_compile.errors import OptionError, ProtrainError
+from protrain_compile.managed import ManagedModel
+
+
+class ManagedOptimizer(Optimizer):
+    """Mixed into the user's optimizer class by ``manage_optimizer``."""
+
+    _managed: ManagedModel
+    _parameter_index: dict[int, int]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the updates that wait, or confirm those that ran during the backward.
+
+        Raises:
+            DoorError: If a hyper-parameter was changed after the backward that used it.
+            HostUpdateError: If an update on the host failed.
+            OptionError: If ``closure`` is given.
+        """
+        if closure is not None:
+            raise OptionError(
+                "step: closure is not supported by a prepared optimizer; call the closure yourself, then step()"
+            )
+        self._opt_called = True
+        for hook in list(self._optimizer_step_pre_hooks.values()):
+            changed = hook(self, (), {})
+            if changed is not None:
+                raise ProtrainError("step: a pre-hook that changes the arguments of step() is not supported")
+        with torch.no_grad():
+            self._managed.step()
+        for after in list(self._optimizer_step_post_hooks.values()):
+            after(self, (), {})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that wait.
+
+        Raises:
+            DoorError: If they were used to update the weights and ``step()`` was not called yet.
+        """
+        self._managed.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state as the original class does: full tensors of the parameters' shapes, on the host.
+
+        16-bit parameters have one more entry, ``protrain_master``: the fp32 master, for an exact resume.
+        """
+        packed = super().state_dict()
+        store = self._managed.settled_store()
+        states = {}
+        for number, index in enumerate(self._indices()):
+            state = self._managed.book.take(index, store)
+            if state:
+                states[number] = state
+        packed["state"] = states
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` of this or of the original class returned.
+
+        Raises:
+            ValueError: If groups or their sizes differ, as the original class does.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        store = self._managed.settled_store()
+        indices = self._indices()
+        for number, state in state_dict["state"].items():
+            self._managed.book.give(indices[int(number)], state, store)
+        self._managed.values_changed()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: what ``prepare`` took over is laid out once.
+
+        Raises:
+            OptionError: Always.
+        """
+        raise OptionError(
+            "add_param_group: a prepared optimizer's parameters are laid out once; add the group before calling prepare "
+            "(a group with lr=0 can be switched on later)"
+        )
+
+    def _indices(self) -> list[int]:
+        return [self._parameter_index[id(p)] for group in self.param_groups for p in group["params"]]
+
+
+def manage_optimizer(optimizer: Optimizer, managed: ManagedModel, parameter_index: dict[int, int]) -> None:
+    """Make ``optimizer`` a managed one in place."""
+    optimizer.state.clear()
+    optimizer._managed = managed  # type: ignore[attr-defined]
+    optimizer._parameter_index = parameter_index  # type: ignore[attr-defined]
+    # Fused optimizers ask GradScaler to leave unscaling to them; the scale is taken out of the waiting gradients instead.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    scheduled = "step" in optimizer.__dict__
+    optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = _managed_class(type(optimizer))  # type: ignore[arg-type]
+    if scheduled:
+        _keep_scheduler_content(optimizer)
+
+
+@functools.cache
+def _managed_class(base: type[Optimizer]) -> type[Optimizer]:
+    return type(f"Managed{base.__name__}", (ManagedOptimizer, base), {"__module__": __name__})
+
+
+def _keep_scheduler_content(optimizer: Optimizer) -> None:
+    """Put back the mark that a scheduler made before ``prepare`` left on ``step``; it warns if the mark is gone."""
+    step = optimizer.step
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marked  # type: ignore[method-assign]

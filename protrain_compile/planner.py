@@ -1,0 +1,60 @@
+"""Where chunks live by default, until the search exists: a simple greedy rule.
+
+Chunks are persistent from the front while they fit into half of the free device memory, the other half being left to
+activations: the first chunks are updated last in a step, where nothing is left to hide their update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from protrain_compile.chunks import Chunk, ChunkLayout, Residency
+from protrain_compile.plan import MIN_BUFFERS, Plan
+
+DEFAULT_BUFFERS = 4
+"""One more than the least, so that a copy that is late does not stop compute at once."""
+
+SHARE_FOR_CHUNKS = 0.5
+"""Of the free device memory; the rest is for activations and workspace. A guess that the search will replace."""
+
+
+def choose_residency(
+    layout: ChunkLayout, plan: Plan | None, free_bytes: int | None, state_bytes: Callable[[Chunk], int]
+) -> tuple[Residency, ...]:
+    """Return the residency of every chunk: the Plan's, or greedy.
+
+    Args:
+        layout: The chunks.
+        plan: The Plan that the user gave, or None.
+        free_bytes: Free device memory; None if nothing bounds it.
+        state_bytes: Bytes of a chunk's states and gradients.
+
+    Raises:
+        PlanError: If the Plan is for another number of chunks.
+    """
+    given = plan.fit_chunks(len(layout.chunks)) if plan is not None else None
+    if given is not None:
+        return given
+    persistent: Residency = "persistent"
+    everything = (persistent,) * len(layout.chunks)
+    if free_bytes is None:
+        return everything
+    room = int(free_bytes * SHARE_FOR_CHUNKS)
+    costs = [chunk.size_bytes + state_bytes(chunk) for chunk in layout.chunks]
+    if sum(costs) <= room:
+        return everything
+    room -= DEFAULT_BUFFERS * layout.largest_bytes
+    chosen: list[Residency] = []
+    for cost in costs:
+        fits = cost <= room
+        room -= cost if fits else 0
+        chosen.append("persistent" if fits else "offloaded")
+    return tuple(chosen)
+
+
+def choose_buffers(layout: ChunkLayout, residency: tuple[Residency, ...], plan: Plan | None) -> int:
+    """Return how many standard chunk buffers there are: the Plan's, or enough to copy ahead."""
+    if plan is not None and plan.buffers is not None:
+        return plan.buffers
+    offloaded = sum(each == "offloaded" for each in residency)
+    return max(MIN_BUFFERS, min(DEFAULT_BUFFERS, offloaded))

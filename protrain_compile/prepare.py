@@ -1,0 +1,186 @@
+"""``prepare``: take a model's parameters and its optimizer's states over, so that they need not fit on the device.
+
+Nothing large is allocated here. Parameters are recorded and their storage on the device is empty from now on; the first
+call of the compiled model packs them into chunks (see ``managed``), reading each original once and freeing it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from protrain_compile.errors import OptionError
+from protrain_compile.guards import ManagedParameter
+from protrain_compile.managed import ManagedModel, Preparation
+from protrain_compile.materialize import materialize
+from protrain_compile.optimizer import ManagedOptimizer, manage_optimizer
+from protrain_compile.options import parse_plan
+from protrain_compile.plan import Plan
+from protrain_compile.runtime.host_budget import HostBudget, parse_size
+from protrain_compile.update_book import UpdateBook
+from protrain_compile.updates.definition import rule_of_group
+from protrain_compile.updates.formats import StateFormat
+
+Init = Callable[[nn.Module], None] | str | os.PathLike[str]
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    memory_budget: int | str | None = None,
+    host_memory_budget: int | str | None = None,
+    gradient_accumulation_steps: int = 1,
+    max_grad_norm: float | None = None,
+    device: torch.device | str | None = None,
+    plan: Plan | str | dict[str, Any] | None = None,
+    init: Init | None = None,
+) -> tuple[nn.Module, Optimizer]:
+    """Take over ``model``'s parameters and ``optimizer``'s states; compile the model with backend="protrain" afterwards.
+
+    Args:
+        model: On the CPU, on the device, or on ``meta`` (then pass ``init``). Not compiled yet.
+        optimizer: ``torch.optim.Adam``, ``AdamW`` or ``SGD`` over its trainable parameters.
+        memory_budget: Device bytes, as a number or such as "20GiB"; default: what is free.
+        host_memory_budget: Host bytes; default: what the machine and the process's control groups leave.
+        gradient_accumulation_steps: The most backwards before a ``step()``.
+        max_grad_norm: Clip gradients to this norm in ``step()``; ``math.inf`` makes gradients wait for ``step()``
+            (to be read or changed) without clipping.
+        device: Where the model computes; default: where its parameters are, or the first accelerator if on the CPU.
+        plan: A Plan (or its JSON) for residency and policies; default: planned.
+        init: For a model on ``meta``: a function that is called with every module that owns such parameters, after its own
+            were allocated on the host; or the path of a safetensors file (or a folder of them) to load by name.
+
+    Returns:
+        The same model and the same optimizer object.
+
+    Raises:
+        OptionError: If an argument cannot be used; nothing is changed then. The message names the argument.
+    """
+    _check_optimizer(model, optimizer)
+    preparation = Preparation(
+        device=_device(model, device),
+        memory_budget=None if memory_budget is None else parse_size(memory_budget, "memory_budget"),
+        host_budget=HostBudget.parse(host_memory_budget),
+        micro_batches=_positive("gradient_accumulation_steps", gradient_accumulation_steps),
+        max_grad_norm=_norm(max_grad_norm),
+        plan=None if plan is None else parse_plan(plan),
+    )
+    materialize(model, init)
+    named = list(model.named_parameters())
+    group_of = _groups(named, optimizer)
+    book = UpdateBook(type(optimizer), optimizer.param_groups, group_of)
+    states = {index: optimizer.state.get(parameter, {}) for index, (_, parameter) in enumerate(named)}
+    for index, state in states.items():
+        book.give(index, state, None)
+    managed = ManagedModel(named, book, preparation)
+    _move_buffers(model, preparation.device)
+    manage_optimizer(optimizer, managed, {id(parameter): index for index, (_, parameter) in enumerate(named)})
+    _watch_state_dict(model, managed)
+    return model, optimizer
+
+
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise OptionError("model is compiled already: call prepare first, then torch.compile")
+    if isinstance(optimizer, ManagedOptimizer) or any(isinstance(p, ManagedParameter) for p in model.parameters()):
+        raise OptionError("model or optimizer is prepared already; call prepare once")
+    if not isinstance(optimizer, Optimizer):
+        raise OptionError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    for group in optimizer.param_groups:
+        rule_of_group(type(optimizer), group)
+    own = {id(parameter) for parameter in model.parameters()}
+    for group in optimizer.param_groups:
+        if any(id(parameter) not in own for parameter in group["params"]):
+            raise OptionError("optimizer holds parameters that are not the model's; give each model its own optimizer")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            raise OptionError(
+                f"optimizer lacks {name}, which requires a gradient: add it to a param group, or freeze it"
+            )
+        if parameter.requires_grad:
+            _check_trainable(name, parameter)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise OptionError(f"model: {name} has sparse=True, whose gradients have no chunk; pass sparse=False")
+
+
+def _check_trainable(name: str, parameter: nn.Parameter) -> None:
+    try:
+        StateFormat.of(parameter.dtype)
+    except ValueError as error:
+        raise OptionError(f"model: {name}: {error}") from error
+
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        chosen = torch.device(device)
+    else:
+        found = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
+        if len(found) > 1:
+            names = ", ".join(sorted(map(str, found)))
+            raise OptionError(f"device: the model's parameters are on {names}; pass the device to compute on")
+        chosen = found.pop() if found else torch.device("cpu")
+        if chosen.type == "cpu" and torch.cuda.is_available():
+            chosen = torch.device("cuda")
+    if chosen.type not in ("cpu", "cuda"):
+        raise OptionError(f"device={str(chosen)!r}: choose a CUDA device or the CPU")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"device={str(chosen)!r}: no CUDA device is available; choose 'cpu'")
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name}={value!r}: give a whole number of at least 1")
+    return int(value)
+
+
+def _norm(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not value > 0:
+        raise OptionError(f"max_grad_norm={value!r}: give a positive number, math.inf, or None")
+    return float(value)
+
+
+def _groups(named: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> list[int | None]:
+    number_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return [number_of[id(p)] if p.requires_grad else None for _, p in named]
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _watch_state_dict(model: nn.Module, managed: ManagedModel) -> None:
+    """Make state dicts hold plain host tensors; refuse ``load_state_dict(assign=True)``."""
+
+    def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        managed.snapshot_depth += 1
+
+    def after(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        managed.snapshot_depth -= 1
+
+    def refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise OptionError("load_state_dict: assign=True would replace managed parameters; leave it out")
+
+    for module in model.modules():
+        module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(refuse_assign)  # type: ignore[no-untyped-call]

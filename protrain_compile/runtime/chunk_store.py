@@ -1,0 +1,229 @@
+"""The chunk store: where every chunk's parameters, states and gradients lie, and how values get in and out.
+
+=============  ===========================================  ==============================================
+residency      device                                       host
+=============  ===========================================  ==============================================
+persistent     parameters, states, gradient storage         nothing
+offloaded      nothing of its own (chunk buffers)           parameters (pinned), states
+split          a buffer of its own (see the residency)      parameters (pinned), states
+=============  ===========================================  ==============================================
+
+Only what crosses the link is pinned: parameters and gradient landings. A trainable bf16 parameter takes 12 bytes: bf16 and
+the remainder of its fp32 master, and two moments. Frozen chunks have no states and no gradients. Landings for gradients are
+a few slots that the updates empty in turn, or one for each chunk when gradients must wait on the host for ``step()``
+(clipping); gradients that must wait beyond their landing add up in accumulators, which are pageable and made when needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from protrain_compile.chunks import Chunk, ChunkLayout, Residency
+from protrain_compile.runtime.host_budget import HostBudget
+from protrain_compile.runtime.host_memory import CudaRegistrar, HostMemory, Slab, layout_offsets
+from protrain_compile.updates.definition import UpdateKind
+from protrain_compile.updates.formats import ChunkStates, StateFormat
+
+MOMENTS = ("moment1", "moment2", "moment2_max")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSpec:
+    """What the store has to hold.
+
+    Attributes:
+        layout: The chunks.
+        residency: Per chunk.
+        kinds: Per chunk, the update formulas of its parameters; None for a frozen chunk.
+        device: Where persistent chunks and buffers are.
+        landings: How many landing slots there are for gradients; 0 gives every chunk one of its own.
+        gradient_dtype: Data type in which gradients add up; None for the chunk's own.
+    """
+
+    layout: ChunkLayout
+    residency: tuple[Residency, ...]
+    kinds: tuple[UpdateKind | None, ...]
+    device: torch.device
+    landings: int
+    gradient_dtype: torch.dtype | None = None
+
+    def host_chunks(self) -> list[Chunk]:
+        """Return the chunks whose parameters lie on the host."""
+        return [chunk for chunk in self.layout.chunks if self.residency[chunk.index] != "persistent"]
+
+    def pinned_parts(self) -> list[int]:
+        """Bytes of each pinned part: parameters of the host chunks, then landings."""
+        host = self.host_chunks()
+        trainable = [chunk.size_bytes for chunk in host if chunk.trainable]
+        landings = trainable if not self.landings else [max(trainable, default=0)] * self.landings
+        return [chunk.size_bytes for chunk in host] + (landings if trainable else [])
+
+    def state_parts(self, chunk: Chunk) -> dict[str, tuple[torch.dtype, int]]:
+        """Return data type and bytes of each state of a chunk: companion and moments."""
+        kind = self.kinds[chunk.index]
+        if kind is None:
+            return {}
+        parts: dict[str, torch.dtype] = {}
+        companion = StateFormat.of(chunk.dtype).companion_dtype
+        if companion is not None:
+            parts["companion"] = companion
+        parts |= {name: torch.float32 for name in MOMENTS if getattr(kind, f"has_{name}")}
+        return {name: (dtype, chunk.numel * dtype.itemsize) for name, dtype in parts.items()}
+
+    def pageable_parts(self) -> list[int]:
+        """Bytes of each pageable part: states of the host chunks."""
+        return [size for chunk in self.host_chunks() for _, size in self.state_parts(chunk).values()]
+
+    def host_bytes(self) -> int:
+        """Host bytes that the store allocates."""
+        return layout_offsets(self.pinned_parts())[1] + layout_offsets(self.pageable_parts())[1]
+
+
+class ChunkStore:
+    """Allocates what a StoreSpec says, and reads and writes parameters and states by slot."""
+
+    def __init__(self, spec: StoreSpec, budget: HostBudget, memory: HostMemory | None = None) -> None:
+        """Allocate.
+
+        Raises:
+            HostMemoryError: If the host budget is too small; nothing is allocated then.
+        """
+        self.spec = spec
+        self.pinned = memory if memory is not None else _pinned_memory(spec.device)
+        self.pageable = HostMemory()
+        budget.require(spec.host_bytes(), "the states of the model")
+        self.parameters: list[torch.Tensor] = []
+        self.states: dict[int, ChunkStates] = {}
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.accumulators: dict[int, torch.Tensor] = {}
+        self._accumulator_slabs: dict[int, Slab] = {}
+        pinned = _Parts(self.pinned, spec.pinned_parts(), "chunk parameters and gradients")
+        pageable = _Parts(self.pageable, spec.pageable_parts(), "optimizer states")
+        self.parameters = [self._allocate(chunk, pinned) for chunk in spec.layout.chunks]
+        self.landings = pinned.remaining()
+        for chunk in spec.layout.chunks:
+            if chunk.trainable:
+                self.states[chunk.index] = self._states(chunk, pageable)
+
+    def _allocate(self, chunk: Chunk, pinned: _Parts) -> torch.Tensor:
+        """Return the flat home of a chunk's parameters."""
+        if self.spec.residency[chunk.index] != "persistent":
+            return pinned.take(chunk.numel, chunk.dtype)
+        parameters = torch.zeros(chunk.numel, dtype=chunk.dtype, device=self.spec.device)
+        if chunk.trainable:
+            self.gradients[chunk.index] = torch.zeros_like(parameters, dtype=self.spec.gradient_dtype or chunk.dtype)
+        return parameters
+
+    def _states(self, chunk: Chunk, pageable: _Parts) -> ChunkStates:
+        parameters = self.parameters[chunk.index]
+        on_host = self.spec.residency[chunk.index] != "persistent"
+        parts = {
+            name: pageable.take(chunk.numel, dtype)
+            if on_host
+            else torch.zeros(chunk.numel, dtype=dtype, device=self.spec.device)
+            for name, (dtype, _) in self.spec.state_parts(chunk).items()
+        }
+        return ChunkStates(parameters, **parts)
+
+    def landing(self, chunk: int, turn: int) -> tuple[int, torch.Tensor]:
+        """Return the landing for a chunk's gradient and its number; ``turn`` counts the offloads so far."""
+        layout = self.spec.layout.chunks
+        if self.spec.landings:
+            number = turn % self.spec.landings
+        else:
+            number = sum(c.trainable and c.index < chunk for c in self.spec.host_chunks())
+        flat = self.landings[number]
+        numel, dtype = layout[chunk].numel, layout[chunk].dtype
+        return number, flat[: numel * dtype.itemsize].view(dtype)
+
+    def accumulator(self, chunk: int) -> torch.Tensor:
+        """Return a host chunk's gradient accumulator; it is made when first asked for."""
+        if chunk not in self.accumulators:
+            layout = self.spec.layout.chunks[chunk]
+            dtype = self.spec.gradient_dtype or layout.dtype
+            slab = self.pageable.allocate(layout.numel * dtype.itemsize, "gradient accumulation")
+            self._accumulator_slabs[chunk] = slab
+            self.accumulators[chunk] = slab.tensor(0, layout.numel, dtype)
+        return self.accumulators[chunk]
+
+    def drop_accumulators(self) -> None:
+        """Give the accumulators' memory back."""
+        self.accumulators.clear()
+        for slab in self._accumulator_slabs.values():
+            slab.close()
+        self._accumulator_slabs.clear()
+
+    def slot_range(self, parameter: int) -> tuple[int, slice]:
+        """Return the chunk of a parameter and its elements there."""
+        chunk, number = self.spec.layout.place_of[parameter]
+        slot = self.spec.layout.chunks[chunk].slots[number]
+        return chunk, slice(slot.offset, slot.offset + slot.numel)
+
+    def read(self, parameter: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter's value as a fresh tensor where its chunk lies, exact in ``dtype``."""
+        chunk, where = self.slot_range(parameter)
+        shape = self.spec.layout.parameters[parameter].shape
+        states = self.states.get(chunk)
+        if states is None or states.companion is None or dtype == states.param.dtype:
+            return self.parameters[chunk][where].to(dtype, copy=True).view(shape)
+        return states.narrow(where.start, where.stop).load_master().to(dtype, copy=True).view(shape)
+
+    def write(self, parameter: int, value: torch.Tensor) -> None:
+        """Set a parameter (and its fp32 master) to ``value``."""
+        chunk, where = self.slot_range(parameter)
+        flat = value.detach().reshape(-1)
+        states = self.states.get(chunk)
+        if states is None or states.companion is None:
+            self.parameters[chunk][where].copy_(flat)
+        else:
+            states.narrow(where.start, where.stop).store_master(flat.to(states.param.device, torch.float32))
+
+    def moment(self, parameter: int, name: str) -> torch.Tensor | None:
+        """Return a view of one moment of a parameter, shaped like it; None if its update keeps none."""
+        chunk, where = self.slot_range(parameter)
+        tensor = getattr(self.states[chunk], name) if chunk in self.states else None
+        if tensor is None:
+            return None
+        view: torch.Tensor = tensor[where].view(self.spec.layout.parameters[parameter].shape)
+        return view
+
+    def close(self) -> None:
+        """Give all host memory back as soon as no tensor refers to it, the last made first."""
+        self.drop_accumulators()
+        self.parameters.clear()
+        self.states.clear()
+        self.landings = []
+        self.gradients.clear()
+        self.pageable.close()
+        self.pinned.close()
+
+
+def _pinned_memory(device: torch.device) -> HostMemory:
+    return HostMemory(CudaRegistrar() if device.type == "cuda" else None)
+
+
+class _Parts:
+    """One slab given out in aligned parts, in order."""
+
+    def __init__(self, memory: HostMemory, sizes: Sequence[int], purpose: str) -> None:
+        self._sizes = list(sizes)
+        self._offsets, total = layout_offsets(self._sizes)
+        self._slab = memory.allocate(total, purpose) if total else None
+        self._next = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the next part as ``count`` elements of ``dtype``."""
+        assert self._slab is not None
+        assert count * dtype.itemsize == self._sizes[self._next]
+        tensor = self._slab.tensor(self._offsets[self._next], count, dtype)
+        self._next += 1
+        return tensor
+
+    def remaining(self) -> list[torch.Tensor]:
+        """Return the parts not taken yet, as bytes."""
+        if self._slab is None:
+            return []
+        return [self.take(self._sizes[self._next], torch.uint8) for _ in range(len(self._sizes) - self._next)]
