@@ -104,3 +104,14 @@ def is_parameter_cast(node: fx.Node) -> bool:
         and result.is_floating_point()
         and source.device == result.device
     )
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """Return the sympy symbols in a fake value's sizes, strides and offset."""
+    if isinstance(value, list | tuple):
+        return set().union(*(free_symbols(each) for each in value)) if value else set()
+    if isinstance(value, torch.Tensor):
+        return free_symbols([*value.shape, *value.stride(), value.storage_offset()])
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return set(value.node.expr.free_symbols)
+    return set()

@@ -19,9 +19,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
+from passes.node_facts import free_symbols
 from protrain_compile.program import InputKind, Program, Segment, fake_value, is_symbol
 
 
@@ -112,17 +112,6 @@ class _Cut:
 
 def _operands(node: fx.Node) -> list[fx.Node]:
     return [each for each in node.all_input_nodes if each.op != "get_attr"]
-
-
-def free_symbols(value: Any) -> set[Any]:
-    """Return the sympy symbols in a fake value's sizes, strides and offset."""
-    if isinstance(value, list | tuple):
-        return set().union(*(free_symbols(each) for each in value)) if value else set()
-    if isinstance(value, torch.Tensor):
-        return free_symbols([*value.shape, *value.stride(), value.storage_offset()])
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return set(value.node.expr.free_symbols)
-    return set()
 
 
 def _symbol_nodes(program: Program) -> dict[Any, fx.Node]:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
-from passes.node_facts import is_parameter_cast, is_view, never_recompute
+from passes.node_facts import free_symbols, is_parameter_cast, is_view, never_recompute
 from protrain_compile import compat
-from protrain_compile.program import Parts, Program, Ref, Template, is_symbol
+from protrain_compile.program import Parts, Program, Ref, Template, fake_value, is_symbol
 
 
 class PartitionTemplates:
@@ -59,8 +59,9 @@ def partition(template: Template, *, inductor: bool) -> Parts:
 
 def _forward_only(joint: fx.GraphModule, num_outputs: int) -> Parts:
     placeholders = list(joint.graph.find_nodes(op="placeholder"))
-    used = tuple(i for i, node in enumerate(placeholders) if node.users)
-    _drop_unused_placeholders(joint)
+    _drop_unused_placeholders(joint, _symbol_placeholders(joint))
+    left = set(joint.graph.nodes)
+    used = tuple(i for i, node in enumerate(placeholders) if node in left)
     return Parts(forward=joint, forward_inputs=used, num_outputs=num_outputs)
 
 
@@ -70,6 +71,7 @@ class _Split:
     def __init__(self, template: Template, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         self.template = template
         self.forward, self.backward = forward, backward
+        self.symbols = _symbol_placeholders(forward)
         self.inputs = {node.name: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
         results: tuple[fx.Node, ...] = forward.graph.output_node().args[0]  # type: ignore[assignment]
         self.outputs, kept = results[: template.num_outputs], results[template.num_outputs :]
@@ -135,7 +137,7 @@ class _Split:
 
     def _refs(self, module: fx.GraphModule, saved: Mapping[str, Ref]) -> tuple[Ref, ...]:
         """Drop unused placeholders and say what the others are bound to."""
-        _drop_unused_placeholders(module)
+        _drop_unused_placeholders(module, self.symbols)
         refs = []
         for node in module.graph.find_nodes(op="placeholder"):
             name = str(node.target)
@@ -226,12 +228,33 @@ def _rebuild_in_backward(backward: fx.GraphModule, kept: list[fx.Node]) -> None:
         placeholders[node.name].replace_all_uses_with(made)
 
 
-def _drop_unused_placeholders(module: fx.GraphModule) -> None:
-    module.graph.eliminate_dead_code()
-    for node in module.graph.find_nodes(op="placeholder"):
-        if not node.users:
-            module.graph.erase_node(node)
+def _drop_unused_placeholders(module: fx.GraphModule, symbols: Mapping[Any, fx.Node]) -> None:
+    """Drop the placeholders that nothing uses; keep, or add, those of the ``symbols`` that sizes mention.
+
+    Inductor must be able to tell every symbol in its inputs' sizes, also where a size is an expression of it.
+    """
+    graph = module.graph
+    graph.eliminate_dead_code()
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    kept = [node for node in graph.nodes if node.op != "placeholder" or node.users]
+    mentioned: set[Any] = set().union(*(free_symbols(fake_value(node)) for node in kept))
+    wanted = {source.name: source for symbol, source in symbols.items() if symbol in mentioned}
+    for node in placeholders:
+        if wanted.pop(node.name, None) is None and not node.users:
+            graph.erase_node(node)
+    for name, source in wanted.items():
+        with graph.inserting_before(next(iter(graph.nodes))):
+            graph.placeholder(name).meta = copy.copy(source.meta)
     module.recompile()
+
+
+def _symbol_placeholders(module: fx.GraphModule) -> dict[Any, fx.Node]:
+    """Return the placeholder that stands for each plain symbol."""
+    found: dict[Any, fx.Node] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        if is_symbol(node) and fake_value(node).node.expr.is_Symbol:
+            found[fake_value(node).node.expr] = node
+    return found
 
 
 def _set_results(module: fx.GraphModule, results: tuple[fx.Node, ...]) -> None:

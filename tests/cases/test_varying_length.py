@@ -1,0 +1,120 @@
+"""Case 20: varying sequence lengths: few compiles, the right numbers, every plan."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from support.compare import alternating, assert_bitwise, assert_same, compile_model, run_step
+from support.models import GPT, GPTBlock, Llama, tokens
+from torch import Tensor, nn
+
+import protrain_compile
+from protrain_compile import Plan
+
+
+def compiles() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_twenty_lengths(kind: str) -> None:
+    """20 lengths over 60 steps: a static graph, then a dynamic one; plans alternate from step to step."""
+    model = {"gpt": lambda: GPT(3), "llama": lambda: Llama(3)}[kind]()
+    reference = copy.deepcopy(model)
+    compiled = compile_model(model)
+    generator = random.Random(0)
+    lengths = generator.sample(range(8, 64), 20) * 3
+    plans = [Plan.uniform(), Plan.uniform("recompute"), alternating(3)]
+    expected = {n: run_step(reference, lambda m, n=n: m(tokens(length=n))) for n in set(lengths)}
+    for number, length in enumerate(lengths):
+        result = run_step(compiled, lambda m, n=length: m(tokens(length=n)), owner=model)
+        assert_same(result, expected[length])
+        protrain_compile.schedule(compiled).use(plans[number % 3])
+    assert compiles() <= 3
+    schedule = protrain_compile.schedule(compiled)
+    assert all(len(part.graph.contexts) == 0 for part in schedule.parts)
+    assert all(part.schedule.plan.policies == plans[59 % 3].fit(["a"] * 3).policies for part in schedule.parts)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_dynamic_from_the_start(kind: str) -> None:
+    """Batch and length as symbols: equal blocks still share one template."""
+    model = {"gpt": lambda: GPT(4, tied=False), "llama": lambda: Llama(4)}[kind]()
+    compiled = compile_model(model, dynamic=True)
+    for batch, length in ((2, 17), (3, 30), (5, 9)):
+        reference = run_step(copy.deepcopy(model), lambda m, b=batch, n=length: m(tokens(b, n)))
+        keep = run_step(compiled, lambda m, b=batch, n=length: m(tokens(b, n)), owner=model)
+        assert_same(keep, reference)
+        schedule = protrain_compile.schedule(compiled)
+        schedule.use(Plan.uniform("recompute"))
+        assert_bitwise(run_step(compiled, lambda m, b=batch, n=length: m(tokens(b, n)), owner=model), keep)
+        schedule.use(Plan.uniform())
+    assert compiles() == 1
+    assert len(schedule.parts[0].graph.program.templates) <= 4, schedule.render()
+
+
+def test_dynamic_with_dropout() -> None:
+    model = GPT(3, dropout=0.2)
+    compiled = compile_model(model, dynamic=True)
+    for length in (17, 24):
+        keep = run_step(compiled, lambda m, n=length: m(tokens(length=n)), owner=model)
+        schedule = protrain_compile.schedule(compiled)
+        schedule.use(Plan.uniform("recompute"))
+        assert_bitwise(run_step(compiled, lambda m, n=length: m(tokens(length=n)), owner=model), keep)
+        schedule.use(Plan.uniform())
+    assert compiles() == 1
+
+
+def test_shapes_computed_in_a_block() -> None:
+    """A block whose sizes are arithmetic on the length (padding to a multiple, halves)."""
+
+    class Folds(GPTBlock):
+        def __init__(self, width: int = 32, *, dropout: float = 0.0) -> None:
+            super().__init__(width, dropout=dropout)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            pad = -x.shape[1] % 4
+            folded = nn.functional.pad(x, (0, 0, 0, pad)).unflatten(1, (-1, 4)).mean(2)
+            return x + folded.repeat_interleave(4, dim=1)[:, : x.shape[1]] / x.shape[1]
+
+    model = GPT(3, block=Folds)
+    compiled = compile_model(model, dynamic=True)
+    for length in (17, 26, 40):
+        step = lambda m, n=length: m(tokens(length=n))  # noqa: E731
+        reference = run_step(copy.deepcopy(model), step)
+        keep = run_step(compiled, step, owner=model)
+        assert_same(keep, reference)
+        schedule = protrain_compile.schedule(compiled)
+        schedule.use(Plan.uniform("recompute"))
+        assert_bitwise(run_step(compiled, step, owner=model), keep)
+        schedule.use(Plan.uniform())
+
+
+def test_dynamic_evaluation() -> None:
+    model = Llama(3)
+    compiled = compile_model(model, dynamic=True)
+    with torch.no_grad():
+        for length in (10, 20, 33):
+            torch.testing.assert_close(
+                compiled(tokens(length=length)), model(tokens(length=length)), rtol=1e-5, atol=1e-6
+            )
+    assert compiles() == 1
+
+
+def test_inductor_with_symbols() -> None:
+    model = Llama(2, width=16, heads=2, kv_heads=1)
+    compiled = compile_model(model, dynamic=True, compile="inductor")
+    for length in (12, 21):
+        step = lambda m, n=length: m(tokens(length=n))  # noqa: E731
+        reference = run_step(copy.deepcopy(model), step)
+        keep = run_step(compiled, step, owner=model)
+        assert_same(keep, reference)
+        schedule = protrain_compile.schedule(compiled)
+        schedule.use(Plan.uniform("recompute"))
+        assert_bitwise(run_step(compiled, step, owner=model), keep)
+        schedule.use(Plan.uniform())
+    assert compiles() == 1
