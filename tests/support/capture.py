@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from support.models import GPT, tokens
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -74,10 +76,18 @@ def schedule_of(model: nn.Module, *inputs: Any, plan: Plan | str = "keep", **opt
     return compiled(model, *inputs, plan=plan, **options)[1].parts[0].schedule
 
 
-def write_schedule(program: Program, plan: Plan) -> Schedule:
-    """Return new graphs for ``plan``; their artefacts are not compiled."""
+@functools.cache
+def gpt_program(blocks: int = 3, *, tied: bool = True) -> Program:
+    """Return the Program of a small decoder with its templates; shared, so tests must not change it."""
+    return schedule_of(GPT(blocks, tied=tied), tokens()).program
+
+
+def write_schedule(program: Program, plan: Plan | str) -> Schedule:
+    """Return new graphs for ``plan``, ready to run."""
+    plan = Plan.uniform(plan) if isinstance(plan, str) else plan
     schedule = Schedule(program, plan.fit(program.block_names), ArtefactSet("eager"))
     schedule_pipeline().run(schedule)
+    schedule.artefacts.compile()
     return schedule
 
 

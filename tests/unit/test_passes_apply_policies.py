@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.capture import mixed, schedule_of, write_schedule
+from support.capture import gpt_program, mixed, schedule_of, write_schedule
 from support.models import GPT, tokens
 from torch import Tensor, fx, nn
 
 from passes.apply_policies import block_policies
-from protrain_compile import Plan, ops
+from protrain_compile import ops
 from protrain_compile.liveness import kept_sources
 from protrain_compile.program import InputKind, Program, results_of
 from protrain_compile.schedule import Schedule, operation_of
@@ -19,7 +19,7 @@ from protrain_compile.schedule import Schedule, operation_of
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return schedule_of(GPT(3), tokens()).program
+    return gpt_program()
 
 
 def operations(schedule: Schedule, graph: str) -> list[str]:
@@ -36,13 +36,13 @@ FORWARD = ["forward prologue", "forward block 0", "forward block 1", "forward bl
 
 
 def test_keep(program: Program) -> None:
-    schedule = write_schedule(program, Plan.uniform("keep"))
+    schedule = write_schedule(program, "keep")
     assert operations(schedule, "forward") == FORWARD
     assert operations(schedule, "backward") == [each.replace("forward", "backward") for each in reversed(FORWARD)]
 
 
 def test_recompute(program: Program) -> None:
-    schedule = write_schedule(program, Plan.uniform("recompute"))
+    schedule = write_schedule(program, "recompute")
     assert operations(schedule, "forward") == FORWARD
     assert operations(schedule, "backward") == [
         "backward epilogue",
@@ -69,7 +69,7 @@ def test_inference() -> None:
 
 
 def test_what_recompute_does_not_keep(program: Program) -> None:
-    keep, recompute = (write_schedule(program, Plan.uniform(policy)) for policy in ("keep", "recompute"))
+    keep, recompute = (write_schedule(program, policy) for policy in ("keep", "recompute"))
     assert len(placeholders(recompute, "kept")) < len(placeholders(keep, "kept"))
     saved_of_blocks = [node for node in placeholders(recompute, "kept") if str(node.target).startswith("saved_2_")]
     assert saved_of_blocks == []
@@ -139,7 +139,7 @@ def test_equal_blocks_call_one_artefact(program: Program) -> None:
 
 
 def test_graphs_take_one_list_and_empty_it(program: Program) -> None:
-    schedule = write_schedule(program, Plan.uniform("keep"))
+    schedule = write_schedule(program, "keep")
     assert "def forward(self, boxed)" in schedule.graphs["forward"].code
     assert "boxed.clear()" in schedule.graphs["backward"].code
 

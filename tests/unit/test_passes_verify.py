@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.capture import Graph, mixed, schedule_of, write_schedule
-from support.models import GPT, tokens
+from support.capture import Graph, gpt_program, mixed, write_schedule
 from torch import fx
 
 from passes.verify import VerifierError, verify_program, verify_schedule
@@ -117,15 +116,10 @@ def test_a_recompute_of_what_must_run_once(target: Any, arguments: tuple[Any, ..
         verify_program(with_parts(parts, ("value",)), "split")
 
 
-@pytest.fixture(scope="module")
-def program() -> Program:
-    return schedule_of(GPT(3), tokens()).program
-
-
 @pytest.fixture
-def schedule(program: Program) -> Schedule:
+def schedule() -> Schedule:
     """Two kept and one recomputed block, in graphs that a test may break."""
-    return write_schedule(program, mixed("krk"))
+    return write_schedule(gpt_program(), mixed("krk"))
 
 
 def calls(schedule: Schedule, graph: str, op: str) -> list[fx.Node]:
