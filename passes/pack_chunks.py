@@ -1,9 +1,9 @@
 """pack_chunks: lay parameters out in chunks, in first-use order.
 
-Rules (DESIGN 4): a block's parameters share a chunk; a tied parameter lies in the chunk of its first use; frozen ones and
-other data types have chunks of their own; parameters never seen follow in module order. Chunk capacity is chosen by a grid
-search that wastes least of the chunk buffers, every one of which is as large as the largest chunk; a parameter too large
-for the capacity has a chunk of its own.
+Rules (DESIGN 4): a block's parameters share a chunk; a tied parameter lies in the chunk of its first use; frozen ones
+and other data types have chunks of their own; parameters never seen follow in module order. Chunk capacity is chosen by
+a grid search that wastes least of the chunk buffers, every one of which is as large as the largest chunk; a parameter
+too large for the capacity has a chunk of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from protrain_compile.chunks import ALIGNMENT_BYTES, Chunk, ChunkLayout, Paramet
 from protrain_compile.sizes import dtype_bytes
 
 MIN_CAPACITY_BYTES = 16 << 20
-"""Small blocks share a chunk up to this size: a copy of 16 MiB reaches the link's full rate (derived from the link's latency,
-about 10 us, against 300 us for the copy)."""
+"""Small blocks share a chunk up to this size: a copy of 16 MiB reaches the link's full rate (derived from the link's
+latency, about 10 us, against 300 us for the copy)."""
 
 CAPACITY_STEPS = 8
 """How many multiples of the smallest useful capacity the grid search tries."""

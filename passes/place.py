@@ -1,10 +1,10 @@
 """Pass place: decide which buffer every stretch of a chunk's use occupies, and when its prefetch starts.
 
 A *stay* is a chunk's time in a buffer: from ``wait`` (or from a ``collect`` without parameters) to ``release`` or
-``offload``. Stays are served in order. A stay whose chunk is still in a buffer needs no copy: so the backward begins with
-what the forward fetched last. Otherwise it takes the free buffer whose content is needed again last (the one free for
-longest among equals), and its prefetch is put right behind the end of that buffer's last stay, or at the start of the
-graph: as early as the buffer allows. Split chunks have a buffer of their own.
+``offload``. Stays are served in order. A stay whose chunk is still in a buffer needs no copy: so the backward begins
+with what the forward fetched last. Otherwise it takes the free buffer whose content is needed again last (the one free
+for longest among equals), and its prefetch is put right behind the end of that buffer's last stay, or at the start of
+the graph: as early as the buffer allows. Split chunks have a buffer of their own.
 
 Contract at entry: the forward and the inference expect nothing in the buffers; the backward expects what the forward
 leaves. At run time ``wait`` repairs a difference by a demand fetch, which is counted.

@@ -15,8 +15,8 @@ RESIDENCIES: tuple[str, ...] = get_args(Residency)
 on the host."""
 
 ALIGNMENT_BYTES = 256
-"""Every parameter starts at a multiple of this: Inductor clones, without a word, an input not aligned to 16 bytes, and copies
-and vector loads like whole cache lines."""
+"""Every parameter starts at a multiple of this: Inductor clones, without a word, an input not aligned to 16 bytes,
+and copies and vector loads like whole cache lines."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """Guards: every door through which a user meets parameters, gradients and the moment of the update.
 
-``ManagedParameter`` is what ``prepare`` makes of a Parameter. Its own storage is empty; eager reads gather the value, eager
-writes go to its home, reads that would silently lose a gradient raise. While Dynamo traces it is an ordinary Parameter.
+``ManagedParameter`` is what ``prepare`` makes of a Parameter. Its own storage is empty; eager reads gather the value,
+eager writes go to its home, reads that would silently lose a gradient raise. While Dynamo traces it is an ordinary
+Parameter.
 
-``UpdateGuard`` decides, for each backward, whether chunks may be updated as their gradients complete (``in_backward``) and
-checks at every door that this was right. The window is the time between two ``step()`` calls::
+``UpdateGuard`` decides, for each backward, whether chunks may be updated as their gradients complete (``in_backward``)
+and checks at every door that this was right. The window is the time between two ``step()`` calls::
 
     forward    refused after an update that step() has not confirmed: eager would still use the old weights
-    backward   in_backward only if: no clipping declared; not the first step; no gradient was ever read before step(); no
-               fp16; no other forward waits for its backward; the graph is not retained; the last declared micro-batch
+    backward   in_backward only if: no clipping declared; not the first step; no gradient was ever read before step();
+               no fp16; no other forward waits for its backward; graph not retained; the last declared micro-batch
     step       in_backward: the hyper-parameters must be those that were used; at_step: runs the updates
     zero_grad  refused after such an update: eager would forget gradients that have been used
 """
@@ -64,12 +65,59 @@ class Home(Protocol):
 
 
 PLAIN_PROPERTIES = frozenset(
-    ["shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "names", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize", "nbytes", "_version", "output_nr", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "is_nested", "name"]
+    [
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "layout",
+        "names",
+        "ndim",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "itemsize",
+        "nbytes",
+        "_version",
+        "output_nr",
+        "retains_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "is_nested",
+        "name",
+    ]
 )
 """Properties that read metadata only."""
 
 PLAIN_METHODS = frozenset(
-    ["size", "dim", "stride", "numel", "nelement", "element_size", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "storage_offset", "get_device", "is_inference", "_is_view", "__hash__", "ndimension", "is_same_size", "has_names"]
+    [
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "storage_offset",
+        "get_device",
+        "is_inference",
+        "_is_view",
+        "__hash__",
+        "ndimension",
+        "is_same_size",
+        "has_names",
+    ]
 )
 """Methods that read metadata only."""
 
@@ -116,7 +164,8 @@ class ManagedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary Parameter with the value."""
-        return nn.Parameter(self._home.read(self._index), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        plain = nn.Parameter(self._home.read(self._index), requires_grad=self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return name, shape and type, without fetching the value."""
@@ -200,9 +249,9 @@ def _check_gradient_flow(name: str, value: Any) -> None:
         if isinstance(each, ManagedParameter):
             if each.requires_grad:
                 raise DoorError(
-                    f"{name} reads {each._home.name_of(each._index)} outside of the compiled model while gradients are "
-                    "recorded, and its gradient would be lost: call the model that torch.compile(model, backend='protrain') "
-                    "returned, or read it under torch.no_grad()"
+                    f"{name} reads {each._home.name_of(each._index)} outside of the compiled model while gradients "
+                    "are recorded, and its gradient would be lost: call the model that torch.compile(model, "
+                    "backend='protrain') returned, or read it under torch.no_grad()"
                 )
         elif isinstance(each, list | tuple):
             stack.extend(each)
@@ -246,8 +295,8 @@ class UpdateGuard:
         """
         if self._broken_off is not None:
             warnings.warn(
-                f"the last backward raised after {self._broken_off:.0%} of the trainable chunks had been updated; training "
-                "goes on from these weights (load a checkpoint if that matters)",
+                f"the last backward raised after {self._broken_off:.0%} of the trainable chunks had been updated; "
+                "training goes on from these weights (load a checkpoint if that matters)",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -255,9 +304,9 @@ class UpdateGuard:
             self._finish()
         if self.ahead:
             raise DoorError(
-                "a forward between a backward that updated the weights and optimizer.step(): call step() first, or pass "
-                "gradient_accumulation_steps (the most backwards before a step) or max_grad_norm (math.inf for no clipping) "
-                "to prepare, so that updates wait for step()"
+                "a forward between a backward that updated the weights and optimizer.step(): call step() first, or "
+                "pass gradient_accumulation_steps (the most backwards before a step) or max_grad_norm (math.inf for "
+                "no clipping) to prepare, so that updates wait for step()"
             )
 
     def mode_of_backward(self, *, alone: bool, waiting: bool, rules: Any) -> UpdateMode:
@@ -296,8 +345,9 @@ class UpdateGuard:
         """
         if self.ahead:
             raise DoorError(
-                f"{name}.grad was read after a backward that used the gradients up to update the weights: pass max_grad_norm "
-                "to prepare (math.inf to read or change gradients without clipping), so that updates wait for step()"
+                f"{name}.grad was read after a backward that used the gradients up to update the weights: pass "
+                "max_grad_norm to prepare (math.inf to read or change gradients without clipping), so that updates "
+                "wait for step()"
             )
         self._reads_gradients = True
 
@@ -309,9 +359,10 @@ class UpdateGuard:
         """
         if self.ahead and rules != self._used_rules:
             raise DoorError(
-                "a hyper-parameter of the optimizer (lr, betas, weight_decay, ...) was changed between the backward that "
-                "updated the weights with the old one and step(): change it before the backward or after step(), or pass "
-                "max_grad_norm (math.inf for no clipping) to prepare, so that updates wait for step()"
+                "a hyper-parameter of the optimizer (lr, betas, weight_decay, ...) was changed between the backward "
+                "that updated the weights with the old one and step(): change it before the backward or after "
+                "step(), or pass max_grad_norm (math.inf for no clipping) to prepare, so that updates wait for "
+                "step()"
             )
         self._finish()
 
@@ -323,8 +374,9 @@ class UpdateGuard:
         """
         if self.ahead and self._broken_off is None:
             raise DoorError(
-                "zero_grad() between a backward that updated the weights and step(): eager would skip this step; call step() "
-                "first, or pass max_grad_norm (math.inf for no clipping) to prepare, so that updates wait for step()"
+                "zero_grad() between a backward that updated the weights and step(): eager would skip this step; "
+                "call step() first, or pass max_grad_norm (math.inf for no clipping) to prepare, so that updates "
+                "wait for step()"
             )
         self._window = 0
 

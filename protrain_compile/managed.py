@@ -3,10 +3,11 @@
 Life of a parameter::
 
     prepare            storage emptied; the original ("source") is kept aside, on the host
-    first compiled call   chunks are laid out in first-use order, the stores allocated, sources copied and freed one by one
+    first compiled call   chunks are laid out in first-use order, the stores allocated, sources copied and freed in turn
     training           the value lies in its chunk (see ``residency``)
 
-Everything that a user can do to a parameter arrives here as a read, a write, or a gradient access, before and after packing.
+Everything that a user can do to a parameter arrives here as a read, a write, or a gradient access, before and after
+packing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from protrain_compile.update_book import UpdateBook
 log = logging.getLogger("protrain_compile.managed")
 
 LANDINGS = 4
-"""Landing slots for gradients where updates empty them in turn: one arriving, one being used, two to smooth the pace."""
+"""Landing slots for gradients where updates empty them in turn: one arriving, one being used, two to smooth the
+pace."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +219,7 @@ class ManagedModel:
         return self.specs[index].name
 
     def read(self, index: int) -> torch.Tensor:
-        """Return a fresh tensor with a parameter's newest value: on the model's device, or on the host for a state dict."""
+        """Return a parameter's newest value, a fresh tensor: on the model's device, or on the host for a state dict."""
         spec = self.specs[index]
         source = self._sources[index]
         if source is None:

@@ -43,7 +43,7 @@ class ChunkOperations(Protocol):
         ...
 
     def collect(self, chunk: int, buffer: int | None, slots: tuple[int, ...], gradients: list[Any]) -> None:
-        """Write gradients where the chunk's parameters were: into the buffer, or a persistent chunk's gradient storage."""
+        """Write gradients over the chunk's parameters in the buffer, or into a persistent chunk's gradient storage."""
         ...
 
     def offload(self, chunk: int, buffer: int) -> None:

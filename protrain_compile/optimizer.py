@@ -88,8 +88,8 @@ class ManagedOptimizer(Optimizer):
             OptionError: Always.
         """
         raise OptionError(
-            "add_param_group: a prepared optimizer's parameters are laid out once; add the group before calling prepare "
-            "(a group with lr=0 can be switched on later)"
+            "add_param_group: a prepared optimizer's parameters are laid out once; add the group before calling "
+            "prepare (a group with lr=0 can be switched on later)"
         )
 
     def _indices(self) -> list[int]:
@@ -101,7 +101,7 @@ def manage_optimizer(optimizer: Optimizer, managed: ManagedModel, parameter_inde
     optimizer.state.clear()
     optimizer._managed = managed  # type: ignore[attr-defined]
     optimizer._parameter_index = parameter_index  # type: ignore[attr-defined]
-    # Fused optimizers ask GradScaler to leave unscaling to them; the scale is taken out of the waiting gradients instead.
+    # Fused optimizers make GradScaler leave unscaling to them; here it unscales the gradients that wait.
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     scheduled = "step" in optimizer.__dict__
     optimizer.__dict__.pop("step", None)

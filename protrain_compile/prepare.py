@@ -6,7 +6,6 @@ call of the compiled model packs them into chunks (see ``managed``), reading eac
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +41,7 @@ def prepare(
     plan: Plan | str | dict[str, Any] | None = None,
     init: Init | None = None,
 ) -> tuple[nn.Module, Optimizer]:
-    """Take over ``model``'s parameters and ``optimizer``'s states; compile the model with backend="protrain" afterwards.
+    """Take over a model's parameters and its optimizer's states; compile it with backend="protrain" afterwards.
 
     Args:
         model: On the CPU, on the device, or on ``meta`` (then pass ``init``). Not compiled yet.
@@ -54,8 +53,8 @@ def prepare(
             (to be read or changed) without clipping.
         device: Where the model computes; default: where its parameters are, or the first accelerator if on the CPU.
         plan: A Plan (or its JSON) for residency and policies; default: planned.
-        init: For a model on ``meta``: a function that is called with every module that owns such parameters, after its own
-            were allocated on the host; or the path of a safetensors file (or a folder of them) to load by name.
+        init: For a model on ``meta``: a function that is called with every module that owns such parameters, after its
+            own were allocated on the host; or the path of a safetensors file (or a folder of them) to load by name.
 
     Returns:
         The same model and the same optimizer object.
@@ -63,7 +62,7 @@ def prepare(
     Raises:
         OptionError: If an argument cannot be used; nothing is changed then. The message names the argument.
     """
-    _check_optimizer(model, optimizer)
+    _check_arguments(model, optimizer)
     preparation = Preparation(
         device=_device(model, device),
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "memory_budget"),
@@ -86,27 +85,35 @@ def prepare(
     return model, optimizer
 
 
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise OptionError("model is compiled already: call prepare first, then torch.compile")
     if isinstance(optimizer, ManagedOptimizer) or any(isinstance(p, ManagedParameter) for p in model.parameters()):
         raise OptionError("model or optimizer is prepared already; call prepare once")
+    _check_optimizer(model, optimizer)
+    _check_model(model)
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     for group in optimizer.param_groups:
         rule_of_group(type(optimizer), group)
     own = {id(parameter) for parameter in model.parameters()}
-    for group in optimizer.param_groups:
-        if any(id(parameter) not in own for parameter in group["params"]):
-            raise OptionError("optimizer holds parameters that are not the model's; give each model its own optimizer")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not held <= own:
+        raise OptionError("optimizer holds parameters that are not the model's; give each model its own optimizer")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in held:
             raise OptionError(
                 f"optimizer lacks {name}, which requires a gradient: add it to a param group, or freeze it"
             )
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             _check_trainable(name, parameter)
     for name, module in model.named_modules():

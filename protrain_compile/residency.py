@@ -8,9 +8,9 @@ Data flow of an offloaded chunk in one step::
     landing --> accumulator ... step() --update (host worker)--> host parameters, states  at_step
 
 What orders them: a buffer is filled only behind its last reader (``read``) and behind the departure of gradients
-(``left``); artefacts read it behind its ``arrival``; a chunk is fetched only behind its own update; a landing is filled only
-behind the job that emptied it. Host jobs run in order, so a job is named by a ticket. Nothing here blocks the calling
-thread except on the CPU, where every operation is done when it returns.
+(``left``); artefacts read it behind its ``arrival``; a chunk is fetched only behind its own update; a landing is filled
+only behind the job that emptied it. Host jobs run in order, so a job is named by a ticket. Nothing here blocks the
+calling thread except on the CPU, where every operation is done when it returns.
 """
 
 from __future__ import annotations
@@ -171,9 +171,9 @@ class ChunkResidency:
         waiting = self.pending.setdefault(chunk, set())
         was_pending = bool(waiting)
         waiting.update(slots)
-        if chunk in self._landed and (self.store.spec.landings or chunk in self.store.accumulators):
-            if self.mode == "at_step" or was_pending:
-                self._accumulate(chunk, first=not was_pending)
+        must_move = bool(self.store.spec.landings) or chunk in self.store.accumulators
+        if chunk in self._landed and must_move and (self.mode == "at_step" or was_pending):
+            self._accumulate(chunk, first=not was_pending)
         if self.mode == "in_backward":
             self.apply(chunk, 1.0)
 

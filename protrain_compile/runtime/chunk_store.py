@@ -8,10 +8,11 @@ offloaded      nothing of its own (chunk buffers)           parameters (pinned),
 split          a buffer of its own (see the residency)      parameters (pinned), states
 =============  ===========================================  ==============================================
 
-Only what crosses the link is pinned: parameters and gradient landings. A trainable bf16 parameter takes 12 bytes: bf16 and
-the remainder of its fp32 master, and two moments. Frozen chunks have no states and no gradients. Landings for gradients are
-a few slots that the updates empty in turn, or one for each chunk when gradients must wait on the host for ``step()``
-(clipping); gradients that must wait beyond their landing add up in accumulators, which are pageable and made when needed.
+Only what crosses the link is pinned: parameters and gradient landings. A trainable bf16 parameter takes 12 bytes: bf16
+and the remainder of its fp32 master, and two moments. Frozen chunks have no states and no gradients. Landings for
+gradients are a few slots that the updates empty in turn, or one for each chunk when gradients must wait on the host for
+``step()`` (clipping); gradients that must wait beyond their landing add up in accumulators, which are pageable and made
+when needed.
 """
 
 from __future__ import annotations

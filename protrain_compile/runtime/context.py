@@ -66,8 +66,9 @@ class Context:
             if self.managed.versions[chunk] != self._chunk_versions[chunk]:
                 slot = self.managed.packed.store.spec.layout.chunks[chunk].slots[0]
                 raise ContextError(
-                    f"{self.managed.name_of(slot.parameter)} is needed for the backward and has been updated since the "
-                    "forward; run this backward before optimizer.step() (and before a backward that updates the weights)"
+                    f"{self.managed.name_of(slot.parameter)} is needed for the backward and has been updated since "
+                    "the forward; run this backward before optimizer.step() (and before a backward that updates the "
+                    "weights)"
                 )
 
     def _modified(self, value: torch.Tensor, version: int) -> str:
