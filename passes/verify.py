@@ -111,7 +111,7 @@ def _check_order(module: fx.GraphModule, where: str) -> None:
     done: dict[tuple[str, int], fx.Node] = {}
     for node in module.graph.nodes:
         operation = operation_of(node)
-        if operation is None or operation.segment < 0:
+        if operation is None or operation.segment < 0 or operation.chunk >= 0:
             continue
         key = (operation.op, operation.segment)
         if key in done:

@@ -143,7 +143,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
         raise OptionError(f"device={str(chosen)!r}: choose a CUDA device or the CPU")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"device={str(chosen)!r}: no CUDA device is available; choose 'cpu'")
-    if chosen.type == "cuda" and chosen.index is None:
+    if chosen == torch.device("cuda"):
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
 
