@@ -27,7 +27,7 @@ def materialize(model: nn.Module, init: Callable[[nn.Module], None] | str | os.P
         raise OptionError(f"init: {name} is on the meta device: pass init=FUNCTION or init=PATH of a safetensors file")
     if callable(init):
         for module in modules:
-            module.to_empty(device="cpu", recurse=False)
+            _allocate(module)
             with torch.no_grad():
                 init(module)
         return
@@ -43,6 +43,17 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
+def _allocate(module: nn.Module) -> None:
+    """Give a module's own tensors on ``meta`` memory on the host; Parameters stay the objects that the optimizer holds."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.is_meta:
+            made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, made)
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
 def _load(model: nn.Module, modules: list[nn.Module], path: Path) -> None:
     try:
         from safetensors import safe_open
@@ -56,7 +67,7 @@ def _load(model: nn.Module, modules: list[nn.Module], path: Path) -> None:
     where = {key: file for file in open_files for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
     for module in modules:
         prefix = names[id(module)]
-        module.to_empty(device="cpu", recurse=False)
+        _allocate(module)
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for local, tensor in own:
             _fill(tensor, f"{prefix}.{local}" if prefix else local, where, local in module._non_persistent_buffers_set)
