@@ -1,0 +1,326 @@
+"""Training a model several times the device's memory: protrain beside the same plan with everything resident, and FSDP2.
+
+Each arm is a process of its own, because a memory cap cannot be lifted again. All train the Llama 3.43B of PEERS (random
+weights, bf16, AdamW) on random tokens; a figure is the mean over the timed steps after warm-up. The protrain arms update
+every parameter in every step with exact fp32 masters; FSDP2 keeps fp32 masters on the host (``CPUOffloadPolicy``), computes in
+bf16 with gradient checkpointing and uses the fused CPU AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench import common
+from bench.timeline import Timeline, record_step
+
+SIZES = {
+    "3b": {"hidden_size": 3200, "num_hidden_layers": 26, "num_attention_heads": 32, "intermediate_size": 8640},
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 160},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one process measures."""
+
+    arm: str
+    size: str = "3b"
+    batch: int = 16
+    sequence: int = 1024
+    cap_gib: float = 24.0
+    clip: bool = False
+    warmup: int = 3
+    steps: int = 5
+    timeline: bool = False
+    persistent: int = -1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step."""
+        return self.batch * self.sequence
+
+
+def make_config(size: str) -> Any:
+    """Return the transformers configuration."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(vocab_size=32000, max_position_embeddings=4096, use_cache=False, **SIZES[size])
+
+
+def make_meta_model(size: str, dtype: torch.dtype) -> nn.Module:
+    """Return the model on the meta device."""
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(make_config(size)).to(dtype)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+NOISE = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02
+
+
+def fill(module: nn.Module) -> None:
+    """Give a module's own parameters weights: ones for norms, repeated noise for matrices (drawing all would take minutes)."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        flat = parameter.view(-1)
+        for start in range(0, flat.numel(), NOISE.numel()):
+            part = flat[start : start + NOISE.numel()]
+            part.copy_(NOISE[: part.numel()])
+    for name, buffer in module.named_buffers(recurse=False):
+        if name in ("inv_freq", "original_inv_freq"):
+            count = buffer.numel()
+            buffer.copy_(1.0 / (10000.0 ** (torch.arange(count, dtype=torch.float32) / count)))
+
+
+@dataclasses.dataclass
+class Trainee:
+    """A model ready to train."""
+
+    step: Callable[[], torch.Tensor]
+    report: Callable[[], dict[str, Any]]
+
+
+def make_protrain(job: Job, device: str) -> Trainee:
+    """Return the model prepared by protrain, under the job's cap or (arm ``resident``) with everything on the device."""
+    import protrain_compile as protrain
+    from protrain_compile.backend import protrain as backend
+
+    model = make_meta_model(job.size, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    plan = protrain.Plan.uniform("recompute", "persistent" if job.arm == "resident" else None)
+    if job.persistent >= 0:
+        chunks = SIZES[job.size]["num_hidden_layers"] + 2
+        residency = ("persistent",) * job.persistent + ("offloaded",) * (chunks - job.persistent)
+        plan = dataclasses.replace(plan, residency=residency)
+    budget = None if job.arm == "resident" else int(job.cap_gib * 2**30)
+    model, optimizer = protrain.prepare(
+        model,
+        optimizer,
+        device=device,
+        plan=plan,
+        init=fill,
+        memory_budget=budget,
+        max_grad_norm=1.0 if job.clip else None,
+    )
+    compiled = torch.compile(model, backend=backend, options={"schedule": "off" if job.arm == "resident" else "print"})
+    managed: Any = optimizer._managed  # type: ignore[attr-defined]
+
+    def report() -> dict[str, Any]:
+        residency = managed.packed
+        counters = dataclasses.asdict(residency.counters)
+        kinds = residency.store.spec.residency
+        return {**counters, "mode": residency.mode, "persistent": kinds.count("persistent"), "chunks": len(kinds)}
+
+    return Trainee(_trainer(job, compiled, optimizer, device, None), report)
+
+
+def make_fsdp2(job: Job, device: str) -> Trainee:
+    """Return the model under FSDP2 with CPU offload on one rank."""
+    import torch.distributed as distributed
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    distributed.init_process_group("cpu:gloo,cuda:nccl", init_method="tcp://127.0.0.1:29501", rank=0, world_size=1)
+    torch.cuda.set_device(0)
+    model: Any = make_meta_model(job.size, torch.float32)
+    options = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=True),
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter._local_tensor.fill_(1.0) if parameter.dim() == 1 else _fill_local(parameter)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in ("inv_freq", "original_inv_freq"):
+                    count = buffer.numel()
+                    values = 1.0 / (10000.0 ** (torch.arange(count, dtype=torch.float32) / count))
+                    module._buffers[name] = values.to(device)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return Trainee(_trainer(job, model, optimizer, device, model if job.clip else None), lambda: {})
+
+
+def _fill_local(parameter: Any) -> None:
+    flat = parameter._local_tensor.view(-1)
+    for start in range(0, flat.numel(), NOISE.numel()):
+        part = flat[start : start + NOISE.numel()]
+        part.copy_(NOISE[: part.numel()])
+
+
+def _trainer(job: Job, model: Any, optimizer: Any, device: str, clipped: Any) -> Callable[[], torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = 32000
+
+    def step() -> torch.Tensor:
+        tokens = torch.randint(0, vocabulary, (job.batch, job.sequence), generator=generator).to(device)
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        if clipped is not None:
+            torch.nn.utils.clip_grad_norm_(clipped.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Run one job in this process."""
+    device = common.default_device()
+    on_gpu = device.startswith("cuda")
+    if on_gpu and job.arm != "resident":
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(job.cap_gib * 2**30 / total)
+    start = time.perf_counter()
+    trainee = make_fsdp2(job, device) if job.arm == "fsdp2" else make_protrain(job, device)
+    losses = []
+    first_s = 0.0
+    for number in range(job.warmup):
+        losses.append(float(trainee.step()))
+        if number == 0:
+            first_s = time.perf_counter() - start
+    before = trainee.report()
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0
+    device_allocations = torch.cuda.memory_stats().get("num_device_alloc", 0) if on_gpu else 0
+    _synchronize(on_gpu)
+    start = time.perf_counter()
+    stamps = []
+    for _ in range(job.steps):
+        losses.append(trainee.step())
+        stamps.append(time.perf_counter() - start)
+    _synchronize(on_gpu)
+    seconds = (time.perf_counter() - start) / job.steps
+    after = trainee.report()
+    result = {
+        "job": dataclasses.asdict(job),
+        "step_s": seconds,
+        "tokens_s": job.tokens / seconds,
+        "first_s": first_s,
+        "losses": [float(loss) for loss in losses],
+        "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "launch_s": stamps,
+        "state": after,
+        "per_step": {k: (after[k] - before[k]) / job.steps for k in after if k.endswith("bytes") or k == "misses"},
+    }
+    if on_gpu:
+        stats = torch.cuda.memory_stats()
+        result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        result["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        result["retries"] = stats.get("num_alloc_retries", 0) - retries
+        result["device_allocations"] = stats.get("num_device_alloc", 0) - device_allocations
+    if job.timeline:
+        result["timeline"] = dataclasses.asdict(record_step(trainee.step))
+    return result
+
+
+def _synchronize(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+def run_child(job: Job, timeout_s: float) -> dict[str, Any]:
+    """Run one job in a child process; a failed one says why in ``error``."""
+    command = [sys.executable, "-m", "bench.states", "--job", json.dumps(dataclasses.asdict(job))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"job": dataclasses.asdict(job), "error": f"took more than {timeout_s:.0f} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    schedule = [line for line in done.stdout.splitlines() if not line.startswith("RESULT ")]
+    if not lines:
+        return {"job": dataclasses.asdict(job), "error": (done.stderr.strip().splitlines() or ["no output"])[-12:]}
+    return {**json.loads(lines[-1].removeprefix("RESULT ")), "schedule": schedule}
+
+
+def describe(result: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the table row of one result."""
+    job = result["job"]
+    name = f"{job['arm']}{' + clipping' if job['clip'] else ''}"
+    if "error" in result:
+        return (name, "failed", "", "", "", "", "", "")
+    return (
+        name,
+        f"{result['tokens_s']:,.0f}",
+        f"{result['step_s'] * 1e3:,.0f}",
+        f"{result.get('peak_gib', 0):.2f}",
+        f"{result.get('reserved_gib', 0):.2f}",
+        result.get("retries", 0),
+        result.get("device_allocations", 0),
+        f"{result['rss_gib']:.1f}",
+    )
+
+
+HEADER = ("arm", "tokens/s", "step ms", "peak GiB", "reserved GiB", "retries", "device allocations", "host GiB")
+
+
+def main() -> int:
+    """Run the arms one after another and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arms", default="protrain,resident,fsdp2", help="comma list; +clip after a name clips gradients")
+    parser.add_argument("--size", choices=sorted(SIZES), default="3b")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--cap-gib", type=float, default=24.0)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--persistent", type=int, default=-1, help="how many chunks are persistent; -1: the default rule")
+    parser.add_argument("--timeline", action="store_true", help="profile one more step of the protrain arms")
+    parser.add_argument("--timeout", type=float, default=170.0, help="seconds for one arm")
+    parser.add_argument("--output", help="write a markdown result here")
+    parser.add_argument("--json", help="write everything measured here")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.job:
+        print("RESULT " + json.dumps(measure(Job(**json.loads(given.job)))), flush=True)
+        return 0
+    results = []
+    for name in given.arms.split(","):
+        arm, _, clip = name.partition("+")
+        job = Job(
+            arm=arm,
+            size=given.size,
+            batch=given.batch,
+            sequence=given.sequence,
+            cap_gib=given.cap_gib,
+            clip=clip == "clip",
+            steps=given.steps,
+            timeline=given.timeline and arm != "fsdp2",
+            persistent=-1 if arm == "resident" else given.persistent,
+        )
+        results.append(run_child(job, given.timeout))
+        print(json.dumps({k: v for k, v in results[-1].items() if k not in ("schedule", "timeline")}), flush=True)
+    for result in results:
+        if "timeline" in result:
+            print("\n".join(Timeline(**result["timeline"]).lines()))
+    print(common.table(HEADER, [describe(result) for result in results]))
+    if given.json:
+        with open(given.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1)
+    if given.output:
+        notes = [f"Llama {given.size}, batch {given.batch}, sequence {given.sequence}, cap {given.cap_gib:g} GiB (resident: none)"]
+        rows = tuple(describe(result) for result in results)
+        common.Result("Model states", "bench.states", common.default_device(), HEADER, rows, tuple(notes)).write(given.output)
+    return int(any("error" in result for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
