@@ -147,9 +147,11 @@ def _check_recomputes(schedule: Schedule, where: str) -> None:
 
 def _check_gradients(schedule: Schedule, where: str) -> None:
     """Every trainable input's gradient leaves once: to autograd, or (of a managed one) to its chunk."""
-    gradients = results_of(schedule.graphs["backward"])
+    gradients, inputs = results_of(schedule.graphs["backward"]), schedule.program.inputs
+    if len(gradients) != len(inputs):
+        raise VerifierError(f"{where}returns {len(gradients)} gradients for {len(inputs)} inputs")
     collected = _collected(schedule)
-    for position, (source, gradient) in enumerate(zip(schedule.program.inputs, gradients, strict=False)):
+    for position, (source, gradient) in enumerate(zip(inputs, gradients, strict=True)):
         leaves = (gradient is not None) + collected[position]
         if source.trainable and leaves == 0:
             raise VerifierError(f"{where}{source.name} is trainable but gets no gradient")
