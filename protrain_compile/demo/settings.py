@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -135,17 +136,14 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         raise OptionError("argument --prompt: must not be empty; give at least one character")
     device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    values = {name: value for name, value in vars(arguments).items() if name in _FIELD_NAMES}
-    values |= {
+    derived: dict[str, Any] = {
         "device": device,
         "dtype": DTYPES[dtype],
         "plan": _read_plan(arguments),
         "prompt": os.fsencode(arguments.prompt),
     }
-    return Settings(**values)
-
-
-_FIELD_NAMES = frozenset(field.name for field in dataclasses.fields(Settings))
+    as_given = {field.name for field in dataclasses.fields(Settings)} - set(derived)
+    return Settings(**derived, **{name: getattr(arguments, name) for name in as_given})
 
 
 def missing_compiler(device: torch.device) -> str | None:
