@@ -64,34 +64,8 @@ class Home(Protocol):
         ...
 
 
-PLAIN_PROPERTIES = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "layout",
-        "names",
-        "ndim",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "itemsize",
-        "nbytes",
-        "_version",
-        "output_nr",
-        "retains_grad",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "is_nested",
-        "name",
-    ]
-)
-"""Properties that read metadata only."""
+VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+"""Properties that read values; the others (but ``data``, handled apart) read metadata."""
 
 PLAIN_METHODS = frozenset(
     [
@@ -133,7 +107,7 @@ class ManagedParameter(nn.Parameter):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Let tracing through; serve eager access from the parameter's home."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         return _eager_access(func, args, dict(kwargs or {}))
 
@@ -210,7 +184,7 @@ def _property_access(func: Any, kind: str, args: Sequence[Any]) -> Any:
         if kind == "__set__":
             return parameter._home.write(parameter._index, args[1])
         return _detached(parameter)
-    if kind != "__get__" or name in PLAIN_PROPERTIES:
+    if kind != "__get__" or name not in VALUE_PROPERTIES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)
     _check_gradient_flow(name, args)
