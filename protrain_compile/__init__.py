@@ -7,13 +7,13 @@
 
 from protrain_compile.errors import (
     ContextError,
+    DoorError,
     OptionError,
     PipelineError,
     PlanError,
     ProtrainError,
     VersionError,
 )
-from protrain_compile.guards import DoorError
 from protrain_compile.plan import Plan
 from protrain_compile.prepare import prepare
 from protrain_compile.report.model_schedule import ModelSchedule, schedule

@@ -23,3 +23,7 @@ class PipelineError(ProtrainError, RuntimeError):
 
 class ContextError(ProtrainError, RuntimeError):
     """A backward whose forward context is gone, or was changed since the forward."""
+
+
+class DoorError(ProtrainError, RuntimeError):
+    """Something was read, written or called at a moment when eager and the schedule would differ."""

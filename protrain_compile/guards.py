@@ -1,61 +1,54 @@
-"""Guards: every door through which a user meets parameters, gradients and the moment of the update.
+"""Guards: the doors through which eager code meets parameters and gradients (those of the step: ``update_guard``).
 
-``ManagedParameter`` is what ``prepare`` makes of a Parameter. Its own storage is empty; eager reads gather the value,
-eager writes go to its home, reads that would silently lose a gradient raise. While Dynamo traces it is an ordinary
-Parameter.
+``ManagedParameter`` is what ``prepare`` makes of a Parameter. Its own storage is empty; the value lies in its *home*
+(see ``managed``)::
 
-``UpdateGuard`` decides, for each backward, whether chunks may be updated as their gradients complete (``in_backward``)
-and checks at every door that this was right. The window is the time between two ``step()`` calls::
+    read      gathers a fresh copy, runs the function on it
+    write     every gathered copy that the function changed goes back to its home
+    view      becomes a ManagedAlias, which replays the view on a fresh copy at every access: writes through it arrive
+    gradient  a result that would record a gradient raises: it would be lost
 
-    forward    refused after an update that step() has not confirmed: eager would still use the old weights
-    backward   in_backward only if: no clipping declared; not the first step; no gradient was ever read before step();
-               no fp16; no other forward waits for its backward; graph not retained; the last declared micro-batch
-    step       in_backward: the hyper-parameters must be those that were used; at_step: runs the updates
-    zero_grad  refused after such an update: eager would forget gradients that have been used
+While Dynamo traces, a ManagedParameter is an ordinary Parameter.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch._guards import TracingContext
 
-from protrain_compile.errors import ProtrainError
-from protrain_compile.residency import UpdateMode
-
-log = logging.getLogger("protrain_compile.guards")
-
-
-class DoorError(ProtrainError, RuntimeError):
-    """Something was read, written or called at a moment when eager and the schedule would differ."""
+from protrain_compile.errors import DoorError
 
 
 class Home(Protocol):
-    """Who keeps the values of managed parameters."""
+    """Who keeps the values of managed tensors."""
 
     def name_of(self, index: int) -> str:
-        """Return a parameter's name."""
+        """Return the name of a tensor's parameter."""
         ...
 
     def read(self, index: int) -> torch.Tensor:
-        """Return a fresh tensor with a parameter's value."""
+        """Return a fresh tensor with the value."""
         ...
 
     def write(self, index: int, value: torch.Tensor) -> None:
-        """Set a parameter's value."""
+        """Set the value."""
         ...
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        """Return a view of a parameter's waiting gradient, or None."""
+        """Return a view of the waiting gradient, or None."""
         ...
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
-        """Replace or drop a parameter's waiting gradient."""
+        """Replace or drop the waiting gradient."""
+        ...
+
+    def check_trainable(self, index: int, trainable: bool) -> None:
+        """Refuse to freeze or unfreeze a parameter."""
         ...
 
     @property
@@ -68,32 +61,37 @@ VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Properties that read values; the others (but ``data``, handled apart) read metadata."""
 
 PLAIN_METHODS = frozenset(
-    [
+    (
         "size",
         "dim",
+        "ndimension",
         "stride",
         "numel",
         "nelement",
         "element_size",
+        "storage_offset",
+        "get_device",
         "is_contiguous",
         "is_floating_point",
         "is_complex",
         "is_signed",
-        "requires_grad_",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "storage_offset",
-        "get_device",
         "is_inference",
         "_is_view",
-        "__hash__",
-        "ndimension",
         "is_same_size",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
         "has_names",
-    ]
+        "_has_compatible_shallow_copy_type",
+        "is_tensor",
+        "is_storage",
+        "__hash__",
+        "__len__",
+    )
 )
 """Methods that read metadata only."""
+
+ADDRESSES = frozenset(["data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "set_", "resize_"])
+"""Methods for which a value without a memory of its own has no answer."""
 
 
 class ManagedParameter(nn.Parameter):
@@ -146,6 +144,37 @@ class ManagedParameter(nn.Parameter):
         return f"ManagedParameter({self._home.name_of(self._index)}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+class ManagedAlias(torch.Tensor):
+    """A detached alias or view of a ManagedParameter, as ``p.data``, ``p.detach()`` and ``p[0]`` give."""
+
+    _home: Home
+    _index: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Serve eager access from the parameter's home."""
+        return _eager_access(func, args, dict(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return an ordinary tensor with the value."""
+        copied = self._home.read(self._index)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary tensor with the value."""
+        return self._home.read(self._index).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return what an ordinary tensor with the value prints."""
+        return repr(self._home.read(self._index))
+
+
+Managed = ManagedParameter | ManagedAlias
+
+
 def manage(parameter: nn.Parameter, home: Home, index: int) -> None:
     """Turn ``parameter`` into a ManagedParameter in place; the caller has emptied its storage."""
     parameter.__class__ = ManagedParameter
@@ -154,207 +183,213 @@ def manage(parameter: nn.Parameter, home: Home, index: int) -> None:
     parameter._index = index
 
 
+@dataclasses.dataclass(frozen=True)
+class ViewHome:
+    """The home of a view: replays it on a fresh value of what it is a view of."""
+
+    source: Managed
+    replay: Callable[[torch.Tensor], torch.Tensor]
+
+    def name_of(self, index: int) -> str:
+        """See :meth:`Home.name_of`."""
+        return self.source._home.name_of(self.source._index)
+
+    def read(self, index: int) -> torch.Tensor:
+        """See :meth:`Home.read`."""
+        return self.replay(_read(self.source))
+
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """See :meth:`Home.write`."""
+        base = _read(self.source)
+        with torch.no_grad():
+            self.replay(base).copy_(value)
+        self.source._home.write(self.source._index, base)
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        """See :meth:`Home.gradient`; a detached view has none."""
+        return None
+
+    def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
+        """See :meth:`Home.set_gradient`."""
+        raise DoorError(f"a view of {self.name_of(index)} takes no gradient; set the parameter's own between steps")
+
+    def check_trainable(self, index: int, trainable: bool) -> None:
+        """See :meth:`Home.check_trainable`."""
+        if trainable:
+            raise DoorError(f"a view of {self.name_of(index)} cannot require a gradient; clone it first")
+
+    @property
+    def snapshots(self) -> bool:
+        """See :attr:`Home.snapshots`."""
+        return self.source._home.snapshots
+
+
 def _eager_access(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
+    first = args[0] if args else None
     if name in ("__get__", "__set__", "__delete__"):
         return _property_access(func, name, args)
     if name in PLAIN_METHODS:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    if name in ("detach", "detach_") and isinstance(args[0], ManagedParameter):
-        return _detached(args[0])
-    targets = [each for each in (args[0] if args else None, kwargs.get("out")) if isinstance(each, ManagedParameter)]
-    writes = "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    _check_gradient_flow(name, [args, kwargs])
-    values: dict[int, torch.Tensor] = {}
-    args, kwargs = _gathered(args, values), _gathered(kwargs, values)
-    result = func(*args, **kwargs)
-    if writes:
-        for target in targets:
-            target._home.write(target._index, values[target._index])
-            if result is values[target._index]:
-                result = target
-    return result
+        return _plain(func, args, kwargs)
+    if isinstance(first, Managed):
+        if name == "detach":
+            return _detached(first)
+        if name in ("requires_grad_", "detach_"):
+            wanted = name == "requires_grad_" and bool([*args[1:], *kwargs.values(), True][0])
+            first._home.check_trainable(first._index, wanted)
+            return first
+        if name == "register_hook":
+            raise DoorError(
+                f"register_hook on {_name(first)}: its gradient goes to its chunk, not through autograd; use "
+                "register_post_accumulate_grad_hook and change .grad there"
+            )
+        if name in ADDRESSES:
+            raise DoorError(f"{name} of {_name(first)}: its value lies in a chunk; clone it for memory of its own")
+    return _run(func, name, args, kwargs)
 
 
 def _property_access(func: Any, kind: str, args: Sequence[Any]) -> Any:
     name = getattr(func.__self__, "__name__", "")
-    parameter: ManagedParameter = args[0]
-    if name == "data":
-        if kind == "__set__":
-            return parameter._home.write(parameter._index, args[1])
-        return _detached(parameter)
+    tensor: Managed = args[0]
+    if name == "data" and kind == "__get__":
+        return _detached(tensor)
+    if name == "data" and kind == "__set__":
+        return _set_data(tensor, args[1])
+    if name == "requires_grad" and kind == "__set__":
+        return tensor._home.check_trainable(tensor._index, bool(args[1]))
     if kind != "__get__" or name not in VALUE_PROPERTIES:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args)
-    _check_gradient_flow(name, args)
-    return func(parameter._home.read(parameter._index), *args[1:])
+        return _plain(func, args, {})
+    return _run(func, name, args, {})
 
 
-def _detached(parameter: ManagedParameter) -> torch.Tensor:
-    """Return an alias without a gradient, as ``detach`` does in eager; a plain copy while a state dict is made."""
-    if parameter._home.snapshots:
-        return parameter._home.read(parameter._index)
+def _plain(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        alias = torch.Tensor._make_subclass(ManagedParameter, torch.Tensor.detach(parameter), False)
-    alias._home, alias._index = parameter._home, parameter._index
+        return func(*args, **kwargs)
+
+
+def _name(tensor: Managed) -> str:
+    return tensor._home.name_of(tensor._index)
+
+
+def _read(tensor: Managed) -> torch.Tensor:
+    # Outside of inference mode, so that the copy counts its versions.
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor._home.read(tensor._index)
+
+
+def _set_data(tensor: Managed, value: torch.Tensor) -> None:
+    if isinstance(value, Managed) and (value._home, value._index) == (tensor._home, tensor._index):
+        return
+    if value.dtype != tensor.dtype or value.device != tensor.device:
+        raise DoorError(
+            f"{_name(tensor)} is {tensor.dtype} on {tensor.device} and cannot become {value.dtype} on {value.device}: "
+            "convert or move the model (model.to, half, cuda, cpu) before calling prepare, which takes device="
+        )
+    tensor._home.write(tensor._index, _read(value) if isinstance(value, Managed) else value)
+
+
+def _detached(tensor: Managed) -> torch.Tensor:
+    """Return an alias without a gradient, as ``detach`` does in eager; a plain copy while a state dict is made."""
+    if tensor._home.snapshots:
+        return _read(tensor)
+    return _alias(torch.Tensor.detach, tensor, tensor._home, tensor._index)
+
+
+def _alias(shape: Callable[[Any], torch.Tensor], tensor: Managed, home: Home, index: int) -> ManagedAlias:
+    """Return an alias that looks like what ``shape`` makes of ``tensor``'s empty storage."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        alias = torch.Tensor._make_subclass(ManagedAlias, shape(tensor), False)
+    assert isinstance(alias, ManagedAlias)
+    alias._home, alias._index = home, index
     return alias
 
 
-def _gathered(value: Any, values: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, ManagedParameter):
-        if value._index not in values:
-            values[value._index] = value._home.read(value._index)
-        return values[value._index]
+@dataclasses.dataclass
+class _Copy:
+    """A gathered copy of a managed tensor, and its version before the call."""
+
+    tensor: Managed
+    value: torch.Tensor
+    version: int
+
+
+def _run(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``func`` on gathered copies; write back what it changed; turn views of the copies into aliases."""
+    copies: dict[tuple[int, int, bool], _Copy] = {}
+    result = func(*_gathered(args, copies), **_gathered(kwargs, copies))
+    for copy in copies.values():
+        if copy.value._version != copy.version:
+            copy.tensor._home.write(copy.tensor._index, copy.value.detach())
+    if name in ("numpy", "__array__"):
+        result.flags.writeable = False  # a write would not reach the parameter
+    return _finished(result, func, name, (args, kwargs), list(copies.values()), ())
+
+
+def _gathered(value: Any, copies: dict[tuple[int, int, bool], _Copy]) -> Any:
+    if isinstance(value, Managed):
+        records = torch.is_grad_enabled() and value.requires_grad
+        key = (id(value._home), value._index, records)
+        if key not in copies:
+            copied = _read(value).requires_grad_(records)
+            copies[key] = _Copy(value, copied, copied._version)
+        return copies[key].value
     if isinstance(value, list | tuple):
-        return type(value)(_gathered(each, values) for each in value)
+        items = [_gathered(each, copies) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _gathered(each, values) for key, each in value.items()}
+        return {key: _gathered(each, copies) for key, each in value.items()}
     return value
 
 
-def _check_gradient_flow(name: str, value: Any) -> None:
-    """Refuse an eager read through which eager would record a gradient."""
-    if not torch.is_grad_enabled():
-        return
-    stack = [value]
-    while stack:
-        each = stack.pop()
-        if isinstance(each, ManagedParameter):
-            if each.requires_grad:
-                raise DoorError(
-                    f"{name} reads {each._home.name_of(each._index)} outside of the compiled model while gradients "
-                    "are recorded, and its gradient would be lost: call the model that torch.compile(model, "
-                    "backend='protrain') returned, or read it under torch.no_grad()"
-                )
-        elif isinstance(each, list | tuple):
-            stack.extend(each)
-        elif isinstance(each, dict):
-            stack.extend(each.values())
+def _finished(result: Any, func: Any, name: str, given: Any, copies: list[_Copy], path: tuple[int, ...]) -> Any:
+    if isinstance(result, list | tuple) and not hasattr(result, "_fields"):
+        return type(result)(_finished(r, func, name, given, copies, (*path, i)) for i, r in enumerate(result))
+    if not isinstance(result, torch.Tensor):
+        return result
+    for copy in copies:
+        if result is copy.value:
+            return copy.tensor
+    recording = next((copy.tensor for copy in copies if copy.value.requires_grad), None)
+    if recording is not None and result.requires_grad:
+        raise DoorError(
+            f"{name} reads {_name(recording)} outside of the compiled model while gradients are recorded, and its "
+            "gradient would be lost: call the model that torch.compile(model, backend='protrain') returned, or read it "
+            "under torch.no_grad()"
+        )
+    for copy in copies:
+        if _shares_memory(result, copy.value) and not copy.tensor._home.snapshots:
+            return _view(copy.tensor, result, func, given, path)
+    return result
 
 
-class UpdateGuard:
-    """Decides when updates run, and refuses what eager would do differently (see the module docstring).
+def _shares_memory(result: torch.Tensor, value: torch.Tensor) -> bool:
+    if result.layout != torch.strided or value.layout != torch.strided:
+        return False
+    return bool(result.untyped_storage()._cdata == value.untyped_storage()._cdata)
 
-    Args:
-        clips: Whether clipping was declared (``max_grad_norm``).
-        micro_batches: The declared ``gradient_accumulation_steps``.
-        half: Whether fp16 parameters are trained: a loss scale may skip the step.
-    """
 
-    def __init__(self, *, clips: bool, micro_batches: int, half: bool) -> None:
-        self._waits = clips or half
-        self._micro_batches = micro_batches
-        self._steps = 0
-        self._window = 0
-        self._reads_gradients = False
-        self._used_rules: Any = None
-        self._broken_off: float | None = None
+def _view(tensor: Managed, result: torch.Tensor, func: Any, given: Any, path: tuple[int, ...]) -> ManagedAlias:
+    def replay(value: torch.Tensor) -> torch.Tensor:
+        args, kwargs = _replaced(given, tensor, value)
+        with torch.no_grad():
+            found = func(*args, **kwargs)
+        for position in path:
+            found = found[position]
+        assert isinstance(found, torch.Tensor)
+        return found
 
-    @property
-    def ahead(self) -> bool:
-        """Whether chunks were updated since the last ``step()``."""
-        return self._used_rules is not None
+    empty = torch.empty(0, dtype=result.dtype, device=result.device)
+    empty.set_(empty.untyped_storage(), 0, result.shape, result.stride())
+    empty.untyped_storage().resize_(0)
+    return _alias(lambda _: empty, tensor, ViewHome(tensor, replay), 0)
 
-    @property
-    def gradients_were_read(self) -> bool:
-        """Whether a waiting gradient was read (and perhaps changed) by the user."""
-        return self._reads_gradients
 
-    def before_forward(self) -> None:
-        """Check that a forward may run.
-
-        Raises:
-            DoorError: If the weights are newer than eager's would be.
-        """
-        if self._broken_off is not None:
-            warnings.warn(
-                f"the last backward raised after {self._broken_off:.0%} of the trainable chunks had been updated; "
-                "training goes on from these weights (load a checkpoint if that matters)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            self._broken_off = None
-            self._finish()
-        if self.ahead:
-            raise DoorError(
-                "a forward between a backward that updated the weights and optimizer.step(): call step() first, or "
-                "pass gradient_accumulation_steps (the most backwards before a step) or max_grad_norm (math.inf for "
-                "no clipping) to prepare, so that updates wait for step()"
-            )
-
-    def mode_of_backward(self, *, alone: bool, waiting: bool, rules: Any) -> UpdateMode:
-        """Return when the chunks of the backward that begins now are updated.
-
-        Args:
-            alone: Whether no other forward waits for its backward and the graph is not retained.
-            waiting: Whether gradients of an earlier backward wait for ``step()``.
-            rules: The update rules as of now; ``step()`` must find them unchanged.
-
-        Raises:
-            DoorError: If this backward follows one that updated the weights.
-        """
-        if self.ahead:
-            raise DoorError(
-                "a second backward before optimizer.step(), after one that updated the weights: pass "
-                "gradient_accumulation_steps to prepare, or run all forwards before the first backward"
-            )
-        self._window += alone
-        last = alone and self._window == self._micro_batches and (self._micro_batches > 1 or not waiting)
-        if self._waits or self._reads_gradients or self._steps == 0 or not last:
-            return "at_step"
-        self._used_rules = rules
-        return "in_backward"
-
-    def broke_off(self, fraction: float) -> None:
-        """Note that a backward raised after ``fraction`` of the trainable chunks were updated."""
-        if self.ahead:
-            self._broken_off = fraction
-
-    def gradient_read(self, name: str) -> None:
-        """Note that a waiting gradient is read before ``step()``; from then on updates wait for it.
-
-        Raises:
-            DoorError: If the gradient was used up in the backward.
-        """
-        if self.ahead:
-            raise DoorError(
-                f"{name}.grad was read after a backward that used the gradients up to update the weights: pass "
-                "max_grad_norm to prepare (math.inf to read or change gradients without clipping), so that updates "
-                "wait for step()"
-            )
-        self._reads_gradients = True
-
-    def before_step(self, rules: Any) -> None:
-        """Note that ``step()`` is called; it runs the updates that wait.
-
-        Raises:
-            DoorError: If hyper-parameters were changed since the backward that used them.
-        """
-        if self.ahead and rules != self._used_rules:
-            raise DoorError(
-                "a hyper-parameter of the optimizer (lr, betas, weight_decay, ...) was changed between the backward "
-                "that updated the weights with the old one and step(): change it before the backward or after "
-                "step(), or pass max_grad_norm (math.inf for no clipping) to prepare, so that updates wait for "
-                "step()"
-            )
-        self._finish()
-
-    def before_zero_grad(self) -> None:
-        """Check that gradients may be dropped.
-
-        Raises:
-            DoorError: If they have been used to update the weights and ``step()`` was not called.
-        """
-        if self.ahead and self._broken_off is None:
-            raise DoorError(
-                "zero_grad() between a backward that updated the weights and step(): eager would skip this step; "
-                "call step() first, or pass max_grad_norm (math.inf for no clipping) to prepare, so that updates "
-                "wait for step()"
-            )
-        self._window = 0
-
-    def _finish(self) -> None:
-        self._steps += 1
-        self._window = 0
-        self._used_rules = None
+def _replaced(value: Any, tensor: Managed, by: torch.Tensor) -> Any:
+    """Return ``value`` with ``tensor`` (and other tensors of its home and index) replaced."""
+    if isinstance(value, Managed) and value._home is tensor._home and value._index == tensor._index:
+        return by
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(each, tensor, by) for each in value)
+    if isinstance(value, dict):
+        return {key: _replaced(each, tensor, by) for key, each in value.items()}
+    return value

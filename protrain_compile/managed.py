@@ -24,16 +24,18 @@ from torch import nn
 
 from passes.pack_chunks import pack_chunks
 from protrain_compile.chunks import ChunkBinding, ChunkLayout, ParameterSpec
-from protrain_compile.errors import ProtrainError
-from protrain_compile.guards import UpdateGuard, manage
+from protrain_compile.errors import DoorError
+from protrain_compile.guards import manage
 from protrain_compile.plan import Plan
 from protrain_compile.planner import choose_buffers, choose_residency
-from protrain_compile.residency import ChunkResidency
+from protrain_compile.residency import ChunkResidency, SegmentsOf
 from protrain_compile.runtime.chunk_store import ChunkStore, StoreSpec
 from protrain_compile.runtime.host_budget import HostBudget
 from protrain_compile.runtime.host_worker import HostWorker
 from protrain_compile.runtime.streams import make_streams
 from protrain_compile.update_book import UpdateBook
+from protrain_compile.update_guard import UpdateGuard
+from protrain_compile.updates.definition import Segment
 
 log = logging.getLogger("protrain_compile.managed")
 
@@ -77,6 +79,7 @@ class ManagedModel:
         self.layout: ChunkLayout | None = None
         self.residency: ChunkResidency | None = None
         self.snapshot_depth = 0
+        self._handed_out: list[weakref.ref[torch.Tensor]] = []
         self.versions: list[int] = []
         self.buffers = 0
         self.guard = UpdateGuard(
@@ -124,23 +127,23 @@ class ManagedModel:
             landings=0 if own_landings else LANDINGS,
             gradient_dtype=torch.float32 if preparation.micro_batches > 1 else None,
         )
-        self.layout = layout
         store = ChunkStore(spec, preparation.host_budget)
+        self.layout = layout
+        self.versions = [0] * len(layout.chunks)
         self.residency = ChunkResidency(
             store,
             make_streams(preparation.device),
             HostWorker(),
             self.buffers,
-            self._segments,
+            self._segments_of(layout),
             measures_norms=preparation.max_grad_norm is not None,
         )
-        self.versions = [0] * len(layout.chunks)
-        for chunk in layout.chunks:
-            for slot in chunk.slots:
-                source = self._sources[slot.parameter]
-                assert source is not None
-                store.write(slot.parameter, source)
-                self._sources[slot.parameter] = None
+        for slot in (slot for chunk in layout.chunks for slot in chunk.slots):
+            source = self._sources[slot.parameter]
+            assert source is not None
+            store.write(slot.parameter, source)
+            self._sources[slot.parameter] = source = None
+        store.add_states()
         self.book.install(store)
         log.info("packed %d parameters into %d chunks", len(self.specs), len(layout.chunks))
 
@@ -151,15 +154,21 @@ class ManagedModel:
             return None
         return int(torch.cuda.mem_get_info(self.preparation.device)[0])
 
-    def _segments(self, chunk: int, slots: Sequence[int], multiplier: float) -> list[Any]:
-        assert self.layout is not None
-        self.versions[chunk] += 1
-        return self.book.segments(self.layout.chunks[chunk], slots, multiplier)
+    def _segments_of(self, layout: ChunkLayout) -> SegmentsOf:
+        # Holds what it needs and not this object: no reference cycle keeps a dropped model's memory.
+        book, versions = self.book, self.versions
+
+        def segments(chunk: int, slots: Sequence[int], multiplier: float) -> list[Segment]:
+            versions[chunk] += 1
+            return book.segments(layout.chunks[chunk], slots, multiplier)
+
+        return segments
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """Check that a forward may run."""
+        self.snapshot_depth = 0
         self.guard.before_forward()
 
     def opened(self, context: Any) -> None:
@@ -169,6 +178,7 @@ class ManagedModel:
     def begin_backward(self, context: Any, *, keep: bool) -> None:
         """Decide when the chunks of this backward are updated."""
         residency = self.packed
+        self._check_accumulates(context)
         self._waiting_forwards.discard(context)
         alone = not keep and all(each.consumed for each in self._waiting_forwards)
         residency.updated.clear()
@@ -176,6 +186,19 @@ class ManagedModel:
         residency.mode = self.guard.mode_of_backward(alone=alone, waiting=waiting, rules=self.book.rules())
         if residency.mode == "in_backward" and not waiting and self.preparation.micro_batches == 1:
             residency.release_accumulators()
+
+    def _check_accumulates(self, context: Any) -> None:
+        """Refuse ``torch.autograd.grad``, which must not touch any ``.grad``, and ``backward(inputs=...)``."""
+        assert self.layout is not None
+        for chunk, slot in context.schedule.chunks.place_of.values():
+            index = self.layout.chunks[chunk].slots[slot].parameter
+            parameter = self.parameters[index]()
+            if self.specs[index].trainable and parameter is not None and not _accumulates(parameter):
+                raise DoorError(
+                    "torch.autograd.grad or backward(inputs=...) through the compiled model: the gradient of "
+                    f"{self.specs[index].name} would be used for an update all the same; call loss.backward(), or "
+                    "use a model without prepare"
+                )
 
     def backward_raised(self) -> None:
         """Note that a backward broke off."""
@@ -187,8 +210,9 @@ class ManagedModel:
         if self.residency is None:
             return
         self.residency.worker.check()
-        self.guard.before_step(self.book.rules())
+        self.guard.before_step(self.book.rules(), waiting=bool(self.residency.pending))
         multiplier = self._clipping(self.residency)
+        self._keep_handed_out()
         for chunk in sorted(self.residency.pending):
             self.residency.apply(chunk, multiplier)
 
@@ -210,6 +234,7 @@ class ManagedModel:
         """Forget the gradients that wait."""
         self.guard.before_zero_grad()
         if self.residency is not None and self.residency.pending:
+            self._keep_handed_out()
             self.residency.drop_pending()
 
     # ---- doors ---------------------------------------------------------------------------------------------------
@@ -235,11 +260,11 @@ class ManagedModel:
         """Set a parameter's value.
 
         Raises:
-            ProtrainError: If the shape differs.
+            DoorError: If the shape differs.
         """
         spec = self.specs[index]
         if tuple(value.shape) != spec.shape:
-            raise ProtrainError(
+            raise DoorError(
                 f"{spec.name} has the shape {spec.shape}; a value of shape {tuple(value.shape)} does not fit"
             )
         source = self._sources[index]
@@ -266,10 +291,24 @@ class ManagedModel:
             return None
         self.guard.gradient_read(self.specs[index].name)
         _, where = self.residency.store.slot_range(index)
-        return self.residency.waiting_gradient(chunk)[where].view(self.specs[index].shape)
+        view = self.residency.waiting_gradient(chunk)[where].view(self.specs[index].shape)
+        self._handed_out.append(weakref.ref(view))
+        return view
+
+    def _keep_handed_out(self) -> None:
+        """Give gradients that the user still holds a memory of their own, before theirs is used anew."""
+        for ref in self._handed_out:
+            view = ref()
+            if view is not None:
+                view.data = view.clone()
+        self._handed_out.clear()
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
-        """Replace or drop the gradient that waits for ``step()``."""
+        """Replace or drop the gradient that waits for ``step()``.
+
+        Raises:
+            DoorError: If no gradient waits, or the value does not fit.
+        """
         current = self.gradient(index)
         if value is None:
             if current is not None:
@@ -277,11 +316,28 @@ class ManagedModel:
                 assert self.residency is not None
                 chunk, slot = self.layout.place_of[index]
                 self.residency.forget(chunk, slot)
-        elif current is not None:
-            if value is not current:
-                current.copy_(value)
+        elif current is None:
+            raise DoorError(f"{self.specs[index].name}.grad can only be replaced between backward() and step()")
+        elif value.shape != current.shape:
+            raise DoorError(
+                f"{self.specs[index].name}.grad has the shape {tuple(current.shape)}; a value of shape "
+                f"{tuple(value.shape)} does not fit"
+            )
         else:
-            raise ProtrainError(f"{self.specs[index].name}.grad can only be replaced between backward() and step()")
+            current.copy_(value)
+
+    def check_trainable(self, index: int, trainable: bool) -> None:
+        """Refuse to freeze or unfreeze a parameter: chunks and their states are laid out once.
+
+        Raises:
+            DoorError: If that would change anything.
+        """
+        spec = self.specs[index]
+        if trainable != spec.trainable:
+            raise DoorError(
+                f"requires_grad of {spec.name} cannot change after prepare, which lays out states for trainable "
+                "parameters only: call requires_grad_() on the model before calling prepare"
+            )
 
     @property
     def snapshots(self) -> bool:
@@ -305,6 +361,16 @@ class ManagedModel:
         """End the worker and give all memory back; parameters cannot be read afterwards."""
         if self.residency is not None:
             self.residency.close()
+
+
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the running backward adds to ``parameter.grad``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # the parameter is an input of torch.autograd.grad
+        return False
 
 
 def _empty_like(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:

@@ -44,11 +44,11 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _allocate(module: nn.Module) -> None:
-    """Give a module's own tensors on ``meta`` memory on the host; Parameters stay the objects that the optimizer holds."""
+    """Give a module's own tensors on ``meta`` host memory; Parameters stay the objects that the optimizer holds."""
     for parameter in module.parameters(recurse=False):
         if parameter.is_meta:
             made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, made)
+            torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_meta:
             module._buffers[name] = torch.empty_like(buffer, device="cpu")

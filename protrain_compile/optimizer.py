@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from protrain_compile.errors import OptionError, ProtrainError
 from protrain_compile.managed import ManagedModel
@@ -22,6 +24,12 @@ class ManagedOptimizer(Optimizer):
 
     _managed: ManagedModel
     _parameter_index: dict[int, int]
+    _loading = False
+
+    @property
+    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
+        """The state by parameter, read-only: fresh tensors at every access; ``load_state_dict`` changes it."""
+        return {} if self._loading else _States(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the updates that wait, or confirm those that ran during the backward.
@@ -36,17 +44,17 @@ class ManagedOptimizer(Optimizer):
                 "step: closure is not supported by a prepared optimizer; call the closure yourself, then step()"
             )
         self._opt_called = True
-        for hook in list(self._optimizer_step_pre_hooks.values()):
-            changed = hook(self, (), {})
+        for hook in [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]:
+            changed = hook(self, (self,), {})
             if changed is not None:
                 raise ProtrainError("step: a pre-hook that changes the arguments of step() is not supported")
         with torch.no_grad():
             self._managed.step()
-        for after in list(self._optimizer_step_post_hooks.values()):
-            after(self, (), {})
+        for after in [*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
+            after(self, (self,), {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that wait.
+        """Forget the gradients that wait; whatever ``set_to_none`` says, ``p.grad`` is None afterwards.
 
         Raises:
             DoorError: If they were used to update the weights and ``step()`` was not called yet.
@@ -58,15 +66,7 @@ class ManagedOptimizer(Optimizer):
 
         16-bit parameters have one more entry, ``protrain_master``: the fp32 master, for an exact resume.
         """
-        packed = super().state_dict()
-        store = self._managed.settled_store()
-        states = {}
-        for number, index in enumerate(self._indices()):
-            state = self._managed.book.take(index, store)
-            if state:
-                states[number] = state
-        packed["state"] = states
-        return packed
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` of this or of the original class returned.
@@ -74,11 +74,16 @@ class ManagedOptimizer(Optimizer):
         Raises:
             ValueError: If groups or their sizes differ, as the original class does.
         """
-        super().load_state_dict({**state_dict, "state": {}})
-        store = self._managed.settled_store()
-        indices = self._indices()
+        self._loading = True
+        try:
+            super().load_state_dict({**state_dict, "state": {}})
+        finally:
+            self._loading = False
+        store, book, indices = self._managed.settled_store(), self._managed.book, self._indices()
+        for index in indices:
+            book.reset(index, store)
         for number, state in state_dict["state"].items():
-            self._managed.book.give(indices[int(number)], state, store)
+            book.give(indices[int(number)], state, store)
         self._managed.values_changed()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -92,13 +97,21 @@ class ManagedOptimizer(Optimizer):
             "prepare (a group with lr=0 can be switched on later)"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: the states belong to one model.
+
+        Raises:
+            OptionError: Always.
+        """
+        raise OptionError("a prepared optimizer cannot be copied or pickled; save its state_dict()")
+
     def _indices(self) -> list[int]:
         return [self._parameter_index[id(p)] for group in self.param_groups for p in group["params"]]
 
 
 def manage_optimizer(optimizer: Optimizer, managed: ManagedModel, parameter_index: dict[int, int]) -> None:
     """Make ``optimizer`` a managed one in place."""
-    optimizer.state.clear()
+    del optimizer.state
     optimizer._managed = managed  # type: ignore[attr-defined]
     optimizer._parameter_index = parameter_index  # type: ignore[attr-defined]
     # Fused optimizers make GradScaler leave unscaling to them; here it unscales the gradients that wait.
@@ -110,6 +123,28 @@ def manage_optimizer(optimizer: Optimizer, managed: ManagedModel, parameter_inde
         _keep_scheduler_content(optimizer)
 
 
+class _States(Mapping[Any, Any]):
+    """What ``optimizer.state`` gives: every parameter's state, fetched when asked for."""
+
+    def __init__(self, optimizer: ManagedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, parameter: Any) -> dict[str, Any]:
+        managed = self._optimizer._managed
+        index = self._optimizer._parameter_index.get(id(parameter))
+        return {} if index is None else managed.book.take(index, managed.settled_store())
+
+    def __iter__(self) -> Iterator[Any]:
+        optimizer = self._optimizer
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if optimizer._managed.book.steps[optimizer._parameter_index[id(parameter)]]:
+                    yield parameter
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 @functools.cache
 def _managed_class(base: type[Optimizer]) -> type[Optimizer]:
     return type(f"Managed{base.__name__}", (ManagedOptimizer, base), {"__module__": __name__})
@@ -117,10 +152,12 @@ def _managed_class(base: type[Optimizer]) -> type[Optimizer]:
 
 def _keep_scheduler_content(optimizer: Optimizer) -> None:
     """Put back the mark that a scheduler made before ``prepare`` left on ``step``; it warns if the mark is gone."""
-    step = optimizer.step
+    reference = weakref.ref(optimizer)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        return step(*args, **kwargs)
+        held = reference()
+        assert held is not None
+        return type(held).step(held, *args, **kwargs)
 
     marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = marked  # type: ignore[method-assign]

@@ -73,15 +73,13 @@ def prepare(
     )
     materialize(model, init)
     named = list(model.named_parameters())
-    group_of = _groups(named, optimizer)
-    book = UpdateBook(type(optimizer), optimizer.param_groups, group_of)
-    states = {index: optimizer.state.get(parameter, {}) for index, (_, parameter) in enumerate(named)}
-    for index, state in states.items():
-        book.give(index, state, None)
+    book = UpdateBook(optimizer, _groups(named, optimizer))
+    for index, (_, parameter) in enumerate(named):
+        book.give(index, optimizer.state.get(parameter, {}), None)
     managed = ManagedModel(named, book, preparation)
     _move_buffers(model, preparation.device)
     manage_optimizer(optimizer, managed, {id(parameter): index for index, (_, parameter) in enumerate(named)})
-    _watch_state_dict(model, managed)
+    _watch_state_dicts(model)
     return model, optimizer
 
 
@@ -114,18 +112,43 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 def _check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            _check_trainable(name, parameter)
+        _check_parameter(name, parameter)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise OptionError(f"model: {name} has sparse=True, whose gradients have no chunk; pass sparse=False")
+    _check_memory(model)
 
 
-def _check_trainable(name: str, parameter: nn.Parameter) -> None:
-    try:
-        StateFormat.of(parameter.dtype)
-    except ValueError as error:
-        raise OptionError(f"model: {name}: {error}") from error
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if type(parameter) is not nn.Parameter:
+        raise OptionError(f"model: {name} is a {type(parameter).__name__}; only plain Parameters lie in chunks")
+    if parameter.grad is not None:
+        raise OptionError(f"model: {name} has a gradient already; call optimizer.zero_grad() before prepare")
+    if parameter._backward_hooks:
+        raise OptionError(
+            f"model: {name} has a gradient hook (register_hook), which would see no gradient; use "
+            "register_post_accumulate_grad_hook"
+        )
+    if parameter.requires_grad:
+        try:
+            StateFormat.of(parameter.dtype)
+        except ValueError as error:
+            raise OptionError(f"model: {name}: {error}") from error
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuse Parameters that are tied by their memory: each would get a place of its own."""
+    reached: tuple[int, str] = (0, "")
+    ranges = sorted(
+        (p.data_ptr(), name, p.nbytes) for name, p in model.named_parameters() if p.nbytes and not p.is_meta
+    )
+    for begin, name, size in ranges:
+        if begin < reached[0]:
+            raise OptionError(
+                f"model: {reached[1]} and {name} are two Parameters in one piece of memory; let both names hold one "
+                "Parameter"
+            )
+        reached = max(reached, (begin + size, name))
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -168,26 +191,39 @@ def _groups(named: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> list
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+            if buffer is not None and buffer.device != device:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(device)
+                module._buffers[name] = moved[id(buffer)]
 
 
-def _watch_state_dict(model: nn.Module, managed: ManagedModel) -> None:
+def _watch_state_dicts(model: nn.Module) -> None:
     """Make state dicts hold plain host tensors; refuse ``load_state_dict(assign=True)``."""
+    for module in model.modules():
+        module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]
 
-    def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+
+def _managers(module: nn.Module) -> set[ManagedModel]:
+    # None for a copy of a prepared module, which has the hooks but ordinary parameters.
+    homes = {p._home for p in module._parameters.values() if isinstance(p, ManagedParameter)}
+    return {home for home in homes if isinstance(home, ManagedModel)}
+
+
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for managed in _managers(module):
         managed.snapshot_depth += 1
 
-    def after(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+
+def _after_state_dict(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    for managed in _managers(module):
         managed.snapshot_depth -= 1
 
-    def refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
-        if metadata.get("assign_to_params_buffers"):
-            raise OptionError("load_state_dict: assign=True would replace managed parameters; leave it out")
 
-    for module in model.modules():
-        module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
-        module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(refuse_assign)  # type: ignore[no-untyped-call]
+def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers") and _managers(module):
+        raise OptionError("load_state_dict: assign=True would replace managed parameters; leave it out")

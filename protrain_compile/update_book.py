@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from protrain_compile.chunks import Chunk
-from protrain_compile.runtime.chunk_store import ChunkStore
+from protrain_compile.errors import OptionError
+from protrain_compile.runtime.chunk_store import MOMENTS, ChunkStore
 from protrain_compile.updates.definition import Segment, UpdateKind, UpdateRule, rule_of_group
 from protrain_compile.updates.formats import StateFormat
 
@@ -26,20 +29,19 @@ class UpdateBook:
     """Knows each parameter's param group and step count.
 
     Args:
-        optimizer_type: The user's optimizer class.
-        param_groups: The optimizer's live list of param groups: edits are seen.
+        optimizer: The user's optimizer, not managed yet. Edits of its ``param_groups`` are seen; it is held weakly,
+            since its parameters lead back here.
         group_of: For every managed parameter, the number of its param group; None for a frozen one.
     """
 
-    def __init__(
-        self, optimizer_type: type, param_groups: list[dict[str, Any]], group_of: Sequence[int | None]
-    ) -> None:
-        self._type = optimizer_type
-        self._groups = param_groups
+    def __init__(self, optimizer: Optimizer, group_of: Sequence[int | None]) -> None:
+        self._type = type(optimizer)
+        self._optimizer = weakref.ref(optimizer)
         self.group_of = tuple(group_of)
         self.steps = [0] * len(group_of)
         self._given: dict[int, Mapping[str, Any]] = {}
-        self._current: tuple[UpdateRule, ...] = self.rules()
+        self._first: tuple[UpdateRule, ...] = ()
+        self._first = self._current = self.rules()
 
     @property
     def names(self) -> Mapping[str, str]:
@@ -50,9 +52,18 @@ class UpdateBook:
         """Return the rule of every param group, as of now; updates use it from then on.
 
         Raises:
-            OptionError: If a group has an option that cannot be carried out.
+            OptionError: If a group has an option that cannot be carried out, or that needs states that it did not need.
         """
-        self._current = tuple(rule_of_group(self._type, group) for group in self._groups)
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return self._current
+        self._current = tuple(rule_of_group(self._type, group) for group in optimizer.param_groups)
+        for number, (now, first) in enumerate(zip(self._current, self._first, strict=False)):
+            if _moments(now.kind) - _moments(first.kind):
+                raise OptionError(
+                    f"optimizer: param group {number} was switched to momentum or amsgrad after prepare, which laid "
+                    "out states without: set it before prepare"
+                )
         return self._current
 
     def kind_of_chunk(self, chunk: Chunk) -> UpdateKind | None:
@@ -97,8 +108,8 @@ class UpdateBook:
         """Take over one parameter's optimizer state (``exp_avg``, ``step``, ...); kept aside until there is a store."""
         if "step" in state:
             self.steps[parameter] = int(state["step"])
-        elif state:
-            self.steps[parameter] = max(1, self.steps[parameter])
+        elif any(isinstance(value, torch.Tensor) for value in state.values()):
+            self.steps[parameter] = max(1, self.steps[parameter])  # the first step of SGD's momentum is behind
         if store is None:
             self._given[parameter] = dict(state)
             return
@@ -108,13 +119,27 @@ class UpdateBook:
             if target is not None and isinstance(value, torch.Tensor):
                 target.copy_(value)
         master = state.get(MASTER_NAME)
-        if isinstance(master, torch.Tensor):
+        if isinstance(master, torch.Tensor) and store.has_companion(parameter):
             store.write(parameter, master)
 
+    def reset(self, parameter: int, store: ChunkStore | None) -> None:
+        """Forget one parameter's optimizer state, as if it had never been updated."""
+        self.steps[parameter] = 0
+        self._given.pop(parameter, None)
+        if store is not None:
+            for name in MOMENTS:
+                moment = store.moment(parameter, name)
+                if moment is not None:
+                    moment.zero_()
+
     def install(self, store: ChunkStore) -> None:
-        """Write the states that were given before there was a store."""
-        for parameter, state in self._given.items():
+        """Write the states that were given before there was a store; parameters keep their values."""
+        for parameter, given in self._given.items():
+            state = dict(given)
+            master = state.pop(MASTER_NAME, None)
             self.give(parameter, state, store)
+            if isinstance(master, torch.Tensor) and store.has_companion(parameter):
+                store.refine(parameter, master)
         self._given.clear()
 
     def take(self, parameter: int, store: ChunkStore | None) -> dict[str, Any]:
@@ -122,19 +147,25 @@ class UpdateBook:
         if self.steps[parameter] == 0:
             return {}
         if store is None:
-            return dict(self._given.get(parameter, {}))
+            given = self._given.get(parameter, {})
+            return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         state: dict[str, Any] = {}
+        group = self.group_of[parameter]
+        kept = _moments(self._current[group].kind) if group is not None else frozenset()
         if not issubclass(self._type, torch.optim.SGD):
             state["step"] = torch.tensor(float(self.steps[parameter]), dtype=torch.float32)
         for name, moment in self.names.items():
             view = store.moment(parameter, moment)
-            if view is not None:
+            if view is not None and moment in kept:
                 state[name] = view.cpu().clone()
-        chunk, _ = store.slot_range(parameter)
-        if chunk in store.states and store.states[chunk].companion is not None:
+        if store.has_companion(parameter):
             state[MASTER_NAME] = store.read(parameter, torch.float32).cpu()
         return state
 
 
+def _moments(kind: UpdateKind) -> frozenset[str]:
+    return frozenset(name for name in MOMENTS if getattr(kind, f"has_{name}"))
+
+
 def _count_moments(kind: UpdateKind) -> int:
-    return sum((kind.has_moment1, kind.has_moment2, kind.has_moment2_max))
+    return len(_moments(kind))

@@ -84,10 +84,13 @@ class StoreSpec:
 
 
 class ChunkStore:
-    """Allocates what a StoreSpec says, and reads and writes parameters and states by slot."""
+    """Allocates what a StoreSpec says, and reads and writes parameters and states by slot.
+
+    States come last (``add_states``): the originals of the parameters are freed before, so that both are never alive.
+    """
 
     def __init__(self, spec: StoreSpec, budget: HostBudget, memory: HostMemory | None = None) -> None:
-        """Allocate.
+        """Allocate parameters and gradients.
 
         Raises:
             HostMemoryError: If the host budget is too small; nothing is allocated then.
@@ -102,12 +105,18 @@ class ChunkStore:
         self.accumulators: dict[int, torch.Tensor] = {}
         self._accumulator_slabs: dict[int, Slab] = {}
         pinned = _Parts(self.pinned, spec.pinned_parts(), "chunk parameters and gradients")
-        pageable = _Parts(self.pageable, spec.pageable_parts(), "optimizer states")
         self.parameters = [self._allocate(chunk, pinned) for chunk in spec.layout.chunks]
         self.landings = pinned.remaining()
-        for chunk in spec.layout.chunks:
+
+    def add_states(self) -> None:
+        """Allocate the states; the masters of parameters that were written are exact."""
+        pageable = _Parts(self.pageable, self.spec.pageable_parts(), "optimizer states")
+        for chunk in self.spec.layout.chunks:
             if chunk.trainable:
-                self.states[chunk.index] = self._states(chunk, pageable)
+                states = self.states[chunk.index] = self._states(chunk, pageable)
+                if states.format is StateFormat.FP16:
+                    assert states.companion is not None
+                    states.companion.copy_(states.param)
 
     def _allocate(self, chunk: Chunk, pinned: _Parts) -> torch.Tensor:
         """Return the flat home of a chunk's parameters."""
@@ -173,14 +182,36 @@ class ChunkStore:
         return states.narrow(where.start, where.stop).load_master().to(dtype, copy=True).view(shape)
 
     def write(self, parameter: int, value: torch.Tensor) -> None:
-        """Set a parameter (and its fp32 master) to ``value``."""
+        """Set a parameter and its fp32 master to ``value``.
+
+        A 16-bit value that a parameter has already leaves its master as it is: a model and its optimizer may be loaded
+        in either order.
+        """
         chunk, where = self.slot_range(parameter)
         flat = value.detach().reshape(-1)
         states = self.states.get(chunk)
         if states is None or states.companion is None:
             self.parameters[chunk][where].copy_(flat)
-        else:
-            states.narrow(where.start, where.stop).store_master(flat.to(states.param.device, torch.float32))
+            return
+        part = states.narrow(where.start, where.stop)
+        flat = flat.to(part.param.device)
+        master = flat.float()
+        if flat.dtype == part.param.dtype:
+            master = torch.where(flat == part.param, part.load_master(), master)
+        part.store_master(master)
+
+    def has_companion(self, parameter: int) -> bool:
+        """Whether a parameter has an fp32 master besides its value."""
+        states = self.states.get(self.slot_range(parameter)[0])
+        return states is not None and states.companion is not None
+
+    def refine(self, parameter: int, master: torch.Tensor) -> None:
+        """Set a parameter's fp32 master where it rounds to the parameter's present value."""
+        chunk, where = self.slot_range(parameter)
+        part = self.states[chunk].narrow(where.start, where.stop)
+        before, wanted = part.param.clone(), master.detach().reshape(-1).to(part.param.device, torch.float32)
+        part.store_master(wanted)
+        part.store_master(torch.where(part.param == before, wanted, before.float()))
 
     def moment(self, parameter: int, name: str) -> torch.Tensor | None:
         """Return a view of one moment of a parameter, shaped like it; None if its update keeps none."""
