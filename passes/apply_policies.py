@@ -25,6 +25,7 @@ from passes.node_facts import is_effectful
 from protrain_compile import ops
 from protrain_compile.artefacts import Role
 from protrain_compile.compat import use_boxed_calls
+from protrain_compile.liveness import kept_aliases
 from protrain_compile.program import Parts, Ref, Segment, fake_value, results_of
 from protrain_compile.schedule import BackwardInputs, Operation, Schedule
 
@@ -62,6 +63,10 @@ class ApplyPolicies:
         schedule.graphs[name] = _Forward(schedule).build(kept)
         if written is not None:
             schedule.graphs["backward"] = written
+        if schedule.program.differentiable:
+            outputs, arguments = kept_aliases(schedule)
+            inputs = schedule.backward_inputs
+            schedule.backward_inputs = dataclasses.replace(inputs, kept_outputs=outputs, kept_arguments=arguments)
         return True
 
 

@@ -77,9 +77,13 @@ def run_aot(
     """
     from torch._inductor.decomposition import select_decomp_table
 
+    def compile_forward(*arguments: Any) -> Any:
+        _donate_nothing()
+        return forward_compiler(*arguments)
+
     with functorch_config.patch(donated_buffer=False, functionalize_rng_ops=False):
         compile_graph = aot_autograd(
-            fw_compiler=forward_compiler,
+            fw_compiler=compile_forward,
             bw_compiler=backward_compiler,
             inference_compiler=inference_compiler,
             partition_fn=partition,
@@ -88,6 +92,16 @@ def run_aot(
         )
         compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
         return compiled
+
+
+def _donate_nothing() -> None:
+    """Tell AOTAutograd that its backward may be called with ``retain_graph``.
+
+    It reads a list that it did not make, as donated buffers were off while it compiled, for one that is not empty.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def input_position(placeholder: fx.Node) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -85,6 +85,22 @@ def kept_sources(schedule: Schedule) -> dict[fx.Node, fx.Node]:
     kept = results[len(results) - schedule.backward_inputs.num_kept :]
     placeholders = schedule.graphs["backward"].graph.find_nodes(op="placeholder")
     return dict(zip((node for node in placeholders if node.meta.get("kind") == "kept"), kept, strict=True))
+
+
+def kept_aliases(schedule: Schedule) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
+    """Return, for each kept value, the positions of the forward's output and of its argument that share its memory."""
+    nodes = list(schedule.graphs["forward"].graph.nodes)
+    made = _storages(nodes, {})
+    results = results_of(schedule.graphs["forward"])
+    split = len(results) - schedule.backward_inputs.num_kept
+
+    def positions(values: Iterable[Any]) -> tuple[int | None, ...]:
+        found = {key: i for i, value in enumerate(values) for key, _ in made.get(value, ())}
+        return tuple(
+            next((found[key] for key, _ in made.get(kept, ()) if key in found), None) for kept in results[split:]
+        )
+
+    return positions(results[:split]), positions(node for node in nodes if node.op == "placeholder")
 
 
 def _liveness(nodes: list[fx.Node], storages: StoragesOf, held: dict[Storage, int]) -> Liveness:

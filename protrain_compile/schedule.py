@@ -41,11 +41,15 @@ class BackwardInputs:
     Attributes:
         primals: Positions among the forward's arguments; bound again from the context, never saved by value.
         num_kept: How many values of the forward follow; the forward graph returns them after its outputs.
+        kept_outputs: For each kept value, the position of the forward's output that shares its memory, or None.
+        kept_arguments: For each kept value, the position of the forward's argument that shares its memory, or None.
         tangents: Positions among the tangents that autograd hands over.
     """
 
     primals: tuple[int, ...] = ()
     num_kept: int = 0
+    kept_outputs: tuple[int | None, ...] = ()
+    kept_arguments: tuple[int | None, ...] = ()
     tangents: tuple[int, ...] = ()
 
 

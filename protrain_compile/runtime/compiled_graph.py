@@ -128,11 +128,18 @@ class CompiledGraph:
         binding = self._bind(arguments)
         schedule = binding.schedule
         needed = schedule.backward_inputs
-        primals = [arguments[i] for i in needed.primals]
+        primals = [_unattached(arguments[i]) for i in needed.primals]
+        watched = [_unattached(arguments[i]) for i in needed.kept_arguments if i is not None]
         with torch.no_grad():
             results = list(schedule.graphs["forward"].forward(_with_residency(binding.managed, arguments)))
         split = len(results) - needed.num_kept
-        context = Context(schedule, primals, results[split:], binding.managed)
+        # An output will own the token, and the token this context: hold the memory of outputs, not the outputs.
+        outputs = [None if i is None else results[i].detach() for i in needed.kept_outputs]
+        kept = [
+            value if i is None else value.detach()
+            for value, i in zip(results[split:], needed.kept_outputs, strict=True)
+        ]
+        context = Context(schedule, primals, kept, [*outputs, *watched], binding.managed)
         del results[split:]
         results.append(self.contexts.open(context))
         return results
@@ -194,6 +201,11 @@ class CompiledGraph:
             bindings.pop(key, None)
 
         return drop
+
+
+def _unattached(value: Any) -> Any:
+    """Return ``value``; of the result of differentiable operations, its memory and version without its history."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 def _with_residency(managed: ManagedModel | None, arguments: list[Any]) -> list[Any]:

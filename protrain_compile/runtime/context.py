@@ -4,6 +4,9 @@ Through AOTAutograd goes one token per forward, a small CPU tensor, as the only 
 and freed when autograd lets go of the token: after the backward, after an abandoned forward, after an exception. So any
 number of forwards can be alive, each under the schedule that it ran with.
 
+A value that the caller can reach, an argument or an output, may be modified in place before the backward; as in eager,
+such a backward is refused. That goes for kept values that share memory with one, too: ``watched`` are those tensors.
+
 While a backward runs it takes the kept values out of the context, so that each dies at its last use; under
 ``retain_graph`` they stay for the next backward.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,7 +29,12 @@ class Context:
     """What one forward keeps: its schedule, the graph inputs to bind again, and the kept values."""
 
     def __init__(
-        self, schedule: Schedule, primals: list[Any], kept: list[Any], managed: ManagedModel | None = None
+        self,
+        schedule: Schedule,
+        primals: list[Any],
+        kept: list[Any],
+        watched: Iterable[Any] = (),
+        managed: ManagedModel | None = None,
     ) -> None:
         self.schedule = schedule
         self.managed = managed
@@ -34,7 +43,8 @@ class Context:
             managed.opened(self)
         self._primals = primals
         self._kept = kept
-        self._versions = [_version(value) for value in itertools.chain(primals, kept)]
+        self._watched = [*primals, *(value for value in watched if value is not None)]
+        self._versions = [_version(value) for value in self._watched]
         self.consumed = False
 
     def arguments(self, *, keep: bool) -> list[Any]:
@@ -49,13 +59,13 @@ class Context:
                 "pass retain_graph=True to the first backward"
             )
         self._check_chunks()
-        values = self._primals + self._kept
-        for value, version in zip(values, self._versions, strict=True):
+        for value, version in zip(self._watched, self._versions, strict=True):
             if _version(value) != version:
                 raise ContextError(self._modified(value, version))
+        values = self._primals + self._kept
         if not keep:
             self.consumed = True
-            self._primals, self._kept = [], []
+            self._primals, self._kept, self._watched, self._versions = [], [], [], []
         return values
 
     def _check_chunks(self) -> None:
@@ -73,7 +83,7 @@ class Context:
 
     def _modified(self, value: torch.Tensor, version: int) -> str:
         position = next((i for i, primal in enumerate(self._primals) if primal is value), None)
-        what = "an output of the compiled graph"
+        what = "an output of the compiled graph, or an argument"
         if position is not None:
             what = self.schedule.program.inputs[self.schedule.backward_inputs.primals[position]].name
         return (

@@ -116,18 +116,19 @@ def test_a_modified_input_is_named(schedule: Schedule, position: int) -> None:
     assert "at version 1, expected version 0" in str(caught.value)
 
 
-def test_a_modified_kept_value(schedule: Schedule) -> None:
-    kept = torch.ones(2)
-    context = Context(schedule, [], [kept])
-    kept.add_(1)
+def test_a_modified_output(schedule: Schedule) -> None:
+    """An output that shares memory with a kept value is watched in its stead: it may be another tensor."""
+    output = torch.ones(2)
+    context = Context(schedule, [], [torch.ones(2)], [None, output])
+    output.add_(1)
     with pytest.raises(ContextError, match="an output of the compiled graph"):
         context.arguments(keep=False)
 
 
 def test_a_refused_backward_consumes_nothing(schedule: Schedule) -> None:
-    kept = torch.ones(2)
-    context = Context(schedule, [], [kept])
-    kept.add_(1)
+    output = torch.ones(2)
+    context = Context(schedule, [], [output], [output])
+    output.add_(1)
     for _ in range(2):
         with pytest.raises(ContextError, match="modified"):
             context.arguments(keep=False)
