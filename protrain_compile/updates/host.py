@@ -1,7 +1,7 @@
 """Executes updates on CPU cores: a fused kernel in C, or torch operations where no compiler exists.
 
-Calls are synchronous and hold no GIL while the kernel runs; make them from a worker thread, one at a time per
-updater (a second caller waits for the first).
+Calls are synchronous and hold no GIL while the kernel runs; an updater runs one at a time (a second caller waits for
+the first). ``job_queue.py`` runs the same kernel behind the caller's back.
 """
 
 from __future__ import annotations
@@ -63,29 +63,24 @@ class NativeUpdater:
         if not pool:
             raise MemoryError(f"no memory for a pool of {threads} update threads")
         self.threads = int(library.protrain_pool_threads(pool))
-        self._library = library
-        self._pool = pool
+        self.library = library
+        self._pool: int = pool
         self._turn = threading.Lock()
         self._destroy = weakref.finalize(self, library.protrain_pool_destroy, pool)
         self._destroy.atexit = False  # a daemon thread may be in an update; the process's end ends the pool
 
+    @property
+    def pool(self) -> int:
+        """The library's pool; RuntimeError once the updater is closed."""
+        if not self._destroy.alive:
+            raise RuntimeError("this host updater is closed")
+        return self._pool
+
     def update(self, states: ChunkStates, gradient: Tensor, segments: Sequence[Segment]) -> None:
         """See :meth:`HostUpdater.update`."""
-        check_segments(states, gradient, segments)
-        _check_host(gradient)
-        job = UpdateStruct(
-            *(_address(part) for part in (states.param, states.companion)),
-            *(_address(part) for part in (states.moment1, states.moment2, states.moment2_max)),
-            gradient.data_ptr(),
-            None,
-            len(segments),
-            int(states.format),
-            _DTYPES[gradient.dtype],
-        )
-        table = (SegmentStruct * len(segments))(*(SegmentStruct(s.begin, s.end, 0, *s.scalars) for s in segments))
+        job, table = update_struct(states, gradient, segments)
         with self._turn:
-            self._check_open()
-            self._library.protrain_update(self._pool, ctypes.byref(job), table)
+            self.library.protrain_update(self.pool, ctypes.byref(job), table)
 
     def accumulate(self, total: Tensor, gradient: Tensor) -> None:
         """See :meth:`HostUpdater.accumulate`."""
@@ -112,17 +107,34 @@ class NativeUpdater:
             self._destroy()
 
     def _run(self, function: str, target: Tensor, source: Tensor) -> float | None:
-        _check_pair(target, source)
-        types = (_DTYPES[target.dtype], _DTYPES[source.dtype])
-        job = ArrayStruct(target.data_ptr(), source.data_ptr(), None, target.numel(), *types)
+        job = array_struct(target, source)
         with self._turn:
-            self._check_open()
-            result: float | None = getattr(self._library, function)(self._pool, ctypes.byref(job))
+            result: float | None = getattr(self.library, function)(self.pool, ctypes.byref(job))
         return result
 
-    def _check_open(self) -> None:
-        if not self._destroy.alive:
-            raise RuntimeError("this host updater is closed")
+
+def update_struct(
+    states: ChunkStates, gradient: Tensor, segments: Sequence[Segment]
+) -> tuple[UpdateStruct, ctypes.Array[SegmentStruct]]:
+    """Return the kernel's arguments for an update; ValueError if they do not fit each other."""
+    check_update(states, gradient, segments)
+    job = UpdateStruct(
+        *(_address(part) for part in (states.param, states.companion)),
+        *(_address(part) for part in (states.moment1, states.moment2, states.moment2_max)),
+        gradient.data_ptr(),
+        None,
+        len(segments),
+        int(states.format),
+        _DTYPES[gradient.dtype],
+    )
+    return job, (SegmentStruct * len(segments))(*(SegmentStruct(s.begin, s.end, 0, *s.scalars) for s in segments))
+
+
+def array_struct(target: Tensor, source: Tensor) -> ArrayStruct:
+    """Return the kernel's arguments for two flat arrays; ValueError if they do not fit each other."""
+    check_pair(target, source)
+    types = (_DTYPES[target.dtype], _DTYPES[source.dtype])
+    return ArrayStruct(target.data_ptr(), source.data_ptr(), None, target.numel(), *types)
 
 
 class TorchUpdater:
@@ -133,8 +145,7 @@ class TorchUpdater:
 
     def update(self, states: ChunkStates, gradient: Tensor, segments: Sequence[Segment]) -> None:
         """See :meth:`HostUpdater.update`; Adam runs in torch's fused kernel, the rest in the reference."""
-        check_segments(states, gradient, segments)
-        _check_host(gradient)
+        check_update(states, gradient, segments)
         for begin, end, scalars in segments:
             if not scalars.kind.has_moment2 or scalars.step_size == 0.0:
                 reference_update(states, gradient, [Segment(begin, end, scalars)])
@@ -145,17 +156,17 @@ class TorchUpdater:
 
     def accumulate(self, total: Tensor, gradient: Tensor) -> None:
         """See :meth:`HostUpdater.accumulate`."""
-        _check_pair(total, gradient)
+        check_pair(total, gradient)
         total.copy_(total.float().add_(gradient))
 
     def convert(self, target: Tensor, source: Tensor) -> None:
         """See :meth:`HostUpdater.convert`."""
-        _check_pair(target, source)
+        check_pair(target, source)
         target.copy_(source)
 
     def square_sum(self, values: Tensor) -> float:
         """See :meth:`HostUpdater.square_sum`."""
-        _check_pair(values, values)
+        check_pair(values, values)
         parts = (values[start : start + _FUSED_SLICE] for start in range(0, values.numel(), _FUSED_SLICE))
         return float(sum(part.double().square_().sum().item() for part in parts))
 
@@ -205,15 +216,22 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _check_host(tensor: Tensor) -> None:
-    if tensor.device.type != "cpu" or tensor.dtype not in _DTYPES:
-        raise ValueError(f"expected bf16, fp16 or fp32 on the CPU, got {tensor.dtype} on {tensor.device}")
+def check_update(states: ChunkStates, gradient: Tensor, segments: Sequence[Segment]) -> None:
+    """Raise ValueError unless these can be an update on the host."""
+    check_segments(states, gradient, segments)
+    _check_host(gradient)
 
 
-def _check_pair(target: Tensor, source: Tensor) -> None:
+def check_pair(target: Tensor, source: Tensor) -> None:
+    """Raise ValueError unless these are host arrays of one length."""
     for tensor in (target, source):
         _check_host(tensor)
         if not tensor.is_contiguous():
             raise ValueError("tensors must be contiguous")
     if target.numel() != source.numel():
         raise ValueError(f"tensors must have one length, got {target.numel()} and {source.numel()}")
+
+
+def _check_host(tensor: Tensor) -> None:
+    if tensor.device.type != "cpu" or tensor.dtype not in _DTYPES:
+        raise ValueError(f"expected bf16, fp16 or fp32 on the CPU, got {tensor.dtype} on {tensor.device}")

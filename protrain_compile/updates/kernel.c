@@ -5,6 +5,9 @@
  * core is busy elsewhere delays nobody. All loops vectorise, and infinities and NaN behave as IEEE 754 says: do not
  * build this with -ffast-math. Results do not depend on the number of threads: sums are taken per block and added
  * in order.
+ *
+ * A pool's work is called for directly, or through a queue: a thread of its own that runs jobs one after another and
+ * announces each to host threads and to device streams. Nothing here ever needs Python's interpreter lock.
  */
 #define _GNU_SOURCE
 #include <math.h>
@@ -14,6 +17,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -64,12 +68,14 @@ INLINE half_bits fp16_of_float(float value) { /* to nearest, ties to even; overf
 typedef void (*task_function)(void *job, int64_t task);
 
 typedef struct {
-    pthread_mutex_t lock;       /* guards all below but `next`; one job at a time, see host.py */
+    pthread_mutex_t turn;       /* held by whoever runs a job: one at a time */
+    pthread_mutex_t lock;       /* guards all below but `next` and `users` */
     pthread_cond_t work, idle;
     task_function run;
     void *job;
     int64_t tasks;
     atomic_int_fast64_t next;   /* first task that nobody has taken */
+    atomic_int users;           /* its owner and its queues; the last to leave ends it */
     int active, stop, count;    /* workers inside a job; leave now; workers started */
     pid_t owner;                /* after fork() the child has no workers */
     pthread_t workers[];
@@ -133,10 +139,22 @@ static void *work(void *argument) {
     return NULL;
 }
 
+static void run_alone(task_function run, void *job, int64_t tasks) {
+    unsigned long mode = flush_denormals();
+    for (int64_t task = 0; task < tasks; task++) run(job, task);
+    restore_denormals(mode);
+}
+
 /* Runs tasks 0..tasks-1 of a job on the workers and the caller; returns when all are done. A worker that has not
- * woken by then is not waited for. */
+ * woken by then is not waited for. A forked child has no workers, and its locks are as the parent's threads left
+ * them: it works alone. */
 static void pool_run(pool *p, task_function run, void *job, int64_t tasks) {
-    int shared = tasks > 1 && p->count > 0 && p->owner == getpid();
+    if (p->owner != getpid()) {
+        run_alone(run, job, tasks);
+        return;
+    }
+    int shared = tasks > 1 && p->count > 0;
+    pthread_mutex_lock(&p->turn);
     pthread_mutex_lock(&p->lock);
     atomic_store(&p->next, 0);
     p->run = shared ? run : NULL;
@@ -149,37 +167,47 @@ static void pool_run(pool *p, task_function run, void *job, int64_t tasks) {
     while (p->active > 0) pthread_cond_wait(&p->idle, &p->lock);
     p->run = NULL;
     pthread_mutex_unlock(&p->lock);
+    pthread_mutex_unlock(&p->turn);
 }
 
-static void start_workers(pool *p, int wanted) {
+static int start_thread(pthread_t *thread, void *(*run)(void *), void *argument) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the main thread's */
-    while (p->count < wanted && pthread_create(&p->workers[p->count], NULL, work, p) == 0) p->count++;
+    int error = pthread_create(thread, NULL, run, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
 }
 
 /* A pool of `threads` threads, one of which is whoever calls; NULL without memory. */
 pool *protrain_pool_create(int threads) {
     pool *p = calloc(1, sizeof(pool) + (size_t)threads * sizeof(pthread_t));
     if (p == NULL) return NULL;
+    pthread_mutex_init(&p->turn, NULL);
     pthread_mutex_init(&p->lock, NULL);
     pthread_cond_init(&p->work, NULL);
     pthread_cond_init(&p->idle, NULL);
     p->owner = getpid();
-    start_workers(p, threads - 1);
+    p->users = 1;
+    while (p->count < threads - 1 && start_thread(&p->workers[p->count], work, p) == 0) p->count++;
     return p;
 }
 
 int protrain_pool_threads(const pool *p) { return p->count + 1; }
 
+/* Ends the pool, or leaves that to its last queue. */
 void protrain_pool_destroy(pool *p) {
     if (p->owner != getpid()) return; /* a forked child: the workers and the locks are the parent's */
+    if (atomic_fetch_sub(&p->users, 1) > 1) return;
     pthread_mutex_lock(&p->lock);
     p->stop = 1;
     pthread_cond_broadcast(&p->work);
     pthread_mutex_unlock(&p->lock);
     for (int i = 0; i < p->count; i++) pthread_join(p->workers[i], NULL);
+    pthread_cond_destroy(&p->work);
+    pthread_cond_destroy(&p->idle);
+    pthread_mutex_destroy(&p->lock);
+    pthread_mutex_destroy(&p->turn);
     free(p);
 }
 
@@ -409,6 +437,246 @@ double protrain_square_sum(pool *p, array_job *job) {
     for (int64_t i = 0; i < blocks; i++) total += job->sums[i];
     free(job->sums);
     return total;
+}
+
+/* ---- the queue ----------------------------------------------------------------------------------------------- */
+
+enum operation { UPDATE = 0, ACCUMULATE = 1, CONVERT = 2 };
+enum stage { STAGE_CONTEXT = 0, STAGE_EVENT = 1 };
+enum { CLOSED = -1, NO_MEMORY = -2, FORKED = -3 };
+
+typedef int (*device_function)(void *argument); /* 0 for success */
+
+typedef struct {
+    void *context;
+    device_function make_current, wait_for_event; /* of the driver, which wants a thread to have a context */
+} device;
+
+typedef struct queued_job {
+    struct queued_job *next;
+    int64_t ticket;
+    int32_t operation;
+    void *event; /* waited for before the job runs; NULL for none */
+    union {
+        update_job update;
+        array_job array;
+    };
+    segment segments[];
+} queued_job;
+
+typedef struct {
+    int64_t ticket; /* of the failed job; 0 without one */
+    int32_t operation, stage, code;
+} failure;
+
+typedef struct {
+    pthread_mutex_t lock; /* guards all below but the atomics */
+    pthread_cond_t submitted_job, changed;
+    pool *pool;
+    queued_job *first, **last;
+    int64_t submitted;
+    atomic_int_fast64_t done;
+    int32_t *flag; /* what device streams wait on, or NULL: the low 32 bits of `done` */
+    device device;
+    failure failure; /* the first since it was last taken */
+    int closing, ended, joined;
+    pid_t owner;
+    pthread_t dispatcher;
+} queue;
+
+/* A job whose event failed does not run: what it would read has not arrived. */
+static failure run_queued(pool *p, const device *d, queued_job *job) {
+    failure result = {0, job->operation, STAGE_CONTEXT, 0};
+    if (job->event != NULL) {
+        if (d->make_current != NULL) result.code = d->make_current(d->context);
+        if (result.code == 0) {
+            result.stage = STAGE_EVENT;
+            result.code = d->wait_for_event(job->event);
+        }
+        if (result.code != 0) {
+            result.ticket = job->ticket;
+            return result;
+        }
+    }
+    if (job->operation == UPDATE) protrain_update(p, &job->update, job->segments);
+    else if (job->operation == ACCUMULATE) protrain_accumulate(p, &job->array);
+    else protrain_convert(p, &job->array);
+    return result;
+}
+
+/* What the job wrote is visible to whoever sees its ticket in the count or in the flag. */
+static void announce(queue *q, int64_t ticket) {
+    if (q->flag != NULL) __atomic_store_n(q->flag, (int32_t)(uint32_t)ticket, __ATOMIC_RELEASE);
+    atomic_store_explicit(&q->done, ticket, memory_order_release);
+    pthread_cond_broadcast(&q->changed);
+}
+
+static void *dispatch(void *argument) {
+    queue *q = argument;
+    pthread_mutex_lock(&q->lock);
+    while (q->first != NULL || !q->closing) {
+        queued_job *job = q->first;
+        if (job == NULL) {
+            pthread_cond_wait(&q->submitted_job, &q->lock);
+            continue;
+        }
+        q->first = job->next;
+        if (q->first == NULL) q->last = &q->first;
+        device d = q->device;
+        pthread_mutex_unlock(&q->lock);
+        failure result = run_queued(q->pool, &d, job);
+        int64_t ticket = job->ticket;
+        free(job);
+        pthread_mutex_lock(&q->lock);
+        if (result.ticket != 0 && q->failure.ticket == 0) q->failure = result;
+        announce(q, ticket);
+    }
+    q->ended = 1;
+    pthread_cond_broadcast(&q->changed);
+    pthread_mutex_unlock(&q->lock);
+    protrain_pool_destroy(q->pool);
+    return NULL;
+}
+
+static void free_queue(queue *q) {
+    pthread_cond_destroy(&q->submitted_job);
+    pthread_cond_destroy(&q->changed);
+    pthread_mutex_destroy(&q->lock);
+    free(q);
+}
+
+/* A queue of jobs for a pool, which lives at least as long; NULL without memory or threads. */
+queue *protrain_queue_create(pool *p) {
+    queue *q = calloc(1, sizeof(queue));
+    if (q == NULL) return NULL;
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_mutex_init(&q->lock, NULL);
+    pthread_cond_init(&q->submitted_job, NULL);
+    pthread_cond_init(&q->changed, &clock);
+    pthread_condattr_destroy(&clock);
+    q->pool = p;
+    q->last = &q->first;
+    q->owner = getpid();
+    atomic_fetch_add(&p->users, 1);
+    if (start_thread(&q->dispatcher, dispatch, q) == 0) return q;
+    atomic_fetch_sub(&p->users, 1);
+    free_queue(q);
+    return NULL;
+}
+
+/* Lets jobs wait for a device's events and its streams for jobs. `flag`, which may be NULL, outlives the queue and
+ * every stream that waits on it; events of jobs submitted from now on belong to this device. */
+void protrain_queue_attach(
+    queue *q, int32_t *flag, void *context, device_function make_current, device_function wait_for_event) {
+    pthread_mutex_lock(&q->lock);
+    q->device = (device){context, make_current, wait_for_event};
+    q->flag = flag;
+    if (flag != NULL) __atomic_store_n(flag, (int32_t)(uint32_t)atomic_load(&q->done), __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&q->lock);
+}
+
+static int64_t enqueue(queue *q, queued_job *job) {
+    pthread_mutex_lock(&q->lock);
+    int64_t ticket = q->closing ? CLOSED : ++q->submitted;
+    if (ticket > 0) {
+        job->ticket = ticket;
+        *q->last = job;
+        q->last = &job->next;
+        pthread_cond_signal(&q->submitted_job);
+    }
+    pthread_mutex_unlock(&q->lock);
+    if (ticket < 0) free(job);
+    return ticket;
+}
+
+/* Submits an update; the job and its segments are copied. Returns its ticket, or a negative number. */
+int64_t protrain_queue_update(queue *q, const update_job *update, const segment *segments, void *event) {
+    if (q->owner != getpid()) return FORKED;
+    size_t table_bytes = (size_t)update->segment_count * sizeof(segment);
+    queued_job *job = calloc(1, sizeof(queued_job) + table_bytes);
+    if (job == NULL) return NO_MEMORY;
+    job->operation = UPDATE;
+    job->event = event;
+    job->update = *update;
+    memcpy(job->segments, segments, table_bytes);
+    return enqueue(q, job);
+}
+
+/* Submits ACCUMULATE or CONVERT. Returns its ticket, or a negative number. */
+int64_t protrain_queue_array(queue *q, int operation, const array_job *array, void *event) {
+    if (q->owner != getpid()) return FORKED;
+    queued_job *job = calloc(1, sizeof(queued_job));
+    if (job == NULL) return NO_MEMORY;
+    job->operation = operation;
+    job->event = event;
+    job->array = *array;
+    return enqueue(q, job);
+}
+
+int64_t protrain_queue_submitted(queue *q) {
+    if (q->owner != getpid()) return q->submitted;
+    pthread_mutex_lock(&q->lock);
+    int64_t submitted = q->submitted;
+    pthread_mutex_unlock(&q->lock);
+    return submitted;
+}
+
+/* The ticket of the last job that was run or failed. */
+int64_t protrain_queue_done(const queue *q) { return atomic_load_explicit(&q->done, memory_order_acquire); }
+
+static struct timespec deadline_after(int64_t milliseconds) {
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    at.tv_nsec += (milliseconds % 1000) * 1000000;
+    at.tv_sec += milliseconds / 1000 + at.tv_nsec / 1000000000;
+    at.tv_nsec %= 1000000000;
+    return at;
+}
+
+/* Waits for a ticket. Returns 1 when it is done, 0 when the time has passed, FORKED where it never will be. */
+int protrain_queue_wait(queue *q, int64_t ticket, int64_t milliseconds) {
+    if (protrain_queue_done(q) >= ticket) return 1;
+    if (q->owner != getpid()) return FORKED;
+    struct timespec deadline = deadline_after(milliseconds);
+    pthread_mutex_lock(&q->lock);
+    while (q->done < ticket && pthread_cond_timedwait(&q->changed, &q->lock, &deadline) == 0) {}
+    int done = q->done >= ticket;
+    pthread_mutex_unlock(&q->lock);
+    return done;
+}
+
+/* Takes the first failure since the last call; its ticket is 0 if there was none. */
+failure protrain_queue_take_failure(queue *q) {
+    failure taken = {0, 0, 0, 0};
+    if (q->owner != getpid()) return taken;
+    pthread_mutex_lock(&q->lock);
+    taken = q->failure;
+    q->failure.ticket = 0;
+    pthread_mutex_unlock(&q->lock);
+    return taken;
+}
+
+/* Takes no more jobs and waits until all have run. Returns 1 when the dispatcher has ended, 0 when the time has
+ * passed: it goes on then, and what its jobs use must stay. */
+int protrain_queue_end(queue *q, int64_t milliseconds) {
+    if (q->owner != getpid()) return 1;
+    struct timespec deadline = deadline_after(milliseconds);
+    pthread_mutex_lock(&q->lock);
+    q->closing = 1;
+    pthread_cond_signal(&q->submitted_job);
+    while (!q->ended && pthread_cond_timedwait(&q->changed, &q->lock, &deadline) == 0) {}
+    int ended = q->ended, join = ended && !q->joined;
+    if (join) q->joined = 1;
+    pthread_mutex_unlock(&q->lock);
+    if (join) pthread_join(q->dispatcher, NULL);
+    return ended;
+}
+
+/* Gives the memory of a queue back that has ended. */
+void protrain_queue_release(queue *q) {
+    if (q->owner == getpid() && q->joined) free_queue(q);
 }
 
 /* ---- measurement --------------------------------------------------------------------------------------------- */

@@ -69,6 +69,12 @@ class ArrayStruct(ctypes.Structure):
     )
 
 
+class FailureStruct(ctypes.Structure):
+    """``failure`` of kernel.c."""
+
+    _fields_ = (("ticket", ctypes.c_int64), *((name, ctypes.c_int32) for name in ("operation", "stage", "code")))
+
+
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """Return the kernel library, built if need be; None, with one logged reason, where that is impossible."""
@@ -212,16 +218,28 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    pool, array = ctypes.c_void_p, ctypes.POINTER(ArrayStruct)
+    pool = queue = event = address = ctypes.c_void_p
+    ticket, milliseconds = ctypes.c_int64, ctypes.c_int64
+    array, update, segments = (ctypes.POINTER(kind) for kind in (ArrayStruct, UpdateStruct, SegmentStruct))
     signatures: dict[str, tuple[object, list[object]]] = {
         "protrain_pool_create": (pool, [ctypes.c_int]),
         "protrain_pool_threads": (ctypes.c_int, [pool]),
         "protrain_pool_destroy": (None, [pool]),
-        "protrain_update": (None, [pool, ctypes.POINTER(UpdateStruct), ctypes.POINTER(SegmentStruct)]),
+        "protrain_update": (None, [pool, update, segments]),
         "protrain_accumulate": (None, [pool, array]),
         "protrain_convert": (None, [pool, array]),
         "protrain_square_sum": (ctypes.c_double, [pool, array]),
         "protrain_scale": (None, [pool, array]),
+        "protrain_queue_create": (queue, [pool]),
+        "protrain_queue_attach": (None, [queue, address, address, address, address]),
+        "protrain_queue_update": (ticket, [queue, update, segments, event]),
+        "protrain_queue_array": (ticket, [queue, ctypes.c_int, array, event]),
+        "protrain_queue_submitted": (ticket, [queue]),
+        "protrain_queue_done": (ticket, [queue]),
+        "protrain_queue_wait": (ctypes.c_int, [queue, ticket, milliseconds]),
+        "protrain_queue_take_failure": (FailureStruct, [queue]),
+        "protrain_queue_end": (ctypes.c_int, [queue, milliseconds]),
+        "protrain_queue_release": (None, [queue]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -1,7 +1,9 @@
 """Both host executions against the reference and torch.optim: formats, gradients, segments, threads, bad values."""
 
+import ctypes
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 
 from protrain_compile.updates.definition import AdamRule, Segment, SgdRule, reference_update
 from protrain_compile.updates.formats import ChunkStates, StateFormat, split_master
-from protrain_compile.updates.host import HostUpdater, NativeUpdater, TorchUpdater, make_host_updater
+from protrain_compile.updates.host import HostUpdater, NativeUpdater, TorchUpdater, array_struct, make_host_updater
+from protrain_compile.updates.job_queue import DeviceCalls, Failure, NativeQueue, Operation
 from protrain_compile.updates.native import load_library
 
 RULES = [
@@ -25,6 +28,7 @@ RULES = [
     SgdRule(lr=0.01, momentum=0.9, nesterov=True, maximize=True),
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZE = 40_000
 
 
 def native(threads: int) -> NativeUpdater:
@@ -321,6 +325,62 @@ def test_a_forked_child_works_alone_and_exits():
         "assert updater.square_sum(values) == 100_000\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=os.environ | {"PYTHONPATH": "."})
+
+
+def test_a_child_forked_in_mid_update_works_alone():
+    """The locks are as the parent's threads left them, and nobody there will release them."""
+    updater, values, stop = native(3), torch.ones(1 << 20), threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            updater.square_sum(values)
+
+    busy = threading.Thread(target=keep_busy)
+    busy.start()
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            total = array_struct(values, values)
+            updater.library.protrain_convert(updater.pool, ctypes.byref(total))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    stop.set()
+    busy.join()
+    updater.close()
+
+
+def test_a_pool_stays_for_its_queue():
+    updater = native(2)
+    queue, total, one = NativeQueue(updater), torch.zeros(SIZE), torch.ones(SIZE)
+    queue.array(Operation.ACCUMULATE, total, one)
+    updater.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        updater.square_sum(one)
+    with pytest.raises(RuntimeError, match="closed"):
+        NativeQueue(updater)
+    queue.wait(queue.array(Operation.ACCUMULATE, total, one))
+    queue.end()
+    assert (total == 2).all()
+    assert queue.done == 2
+
+
+def test_a_queue_waits_by_any_function_and_reports_what_it_returns():
+    updater = native(2)
+    queue, flag = NativeQueue(updater), ctypes.c_int32(-1)
+    absolute = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value  # an event is its own result
+    assert absolute is not None
+    queue.attach(DeviceCalls(0, 0, absolute), ctypes.addressof(flag))
+    assert flag.value == 0
+    total, one = torch.zeros(SIZE), torch.ones(SIZE)
+    for event in (0, 7, 9):
+        queue.array(Operation.CONVERT if event else Operation.ACCUMULATE, total, one, event)
+    queue.wait(3)
+    assert flag.value == 3
+    assert queue.take_failure() == Failure(2, Operation.CONVERT, 1, 7)
+    assert queue.take_failure() is None
+    queue.end()
+    updater.close()
 
 
 def test_the_default_updater_is_native_where_there_is_a_compiler():

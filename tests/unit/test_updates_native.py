@@ -109,3 +109,4 @@ def test_structures_have_the_sizes_of_kernel_c():
     assert ctypes.sizeof(native.SegmentStruct) == 72
     assert ctypes.sizeof(native.UpdateStruct) == 72
     assert ctypes.sizeof(native.ArrayStruct) == 40
+    assert ctypes.sizeof(native.FailureStruct) == 24
