@@ -114,7 +114,7 @@ class CudaStreams:
         self._stream(stream).wait_event(event)
 
     def wait_host(self, worker: HostWorker, ticket: int, stream: str) -> None:
-        """See :meth:`Streams.wait_host`; blocks the calling thread only if the worker has no device flag."""
+        """See :meth:`Streams.wait_host`; the calling thread waits only where the worker has no flag for the device."""
         if not worker.is_done(ticket):
             worker.make_stream_wait(ticket, self._stream(stream))
 
