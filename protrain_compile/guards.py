@@ -231,6 +231,12 @@ def _eager_access(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         return _property_access(func, name, args)
     if name in PLAIN_METHODS:
         return _plain(func, args, kwargs)
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        raise DoorError(
+            f"torch.autograd.{name} for prepared parameters: their gradients go to their chunks, not through "
+            "autograd; call loss.backward() without inputs=, and pass max_grad_norm (math.inf) to prepare to read "
+            ".grad"
+        )
     if isinstance(first, Managed):
         if name == "detach":
             return _detached(first)
