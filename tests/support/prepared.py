@@ -171,7 +171,7 @@ def check(
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Trainee:
-    """Run ``loop`` on a prepared model and in eager; compare what it returns, and all values. Return the prepared one."""
+    """Run ``loop`` on a prepared model and in eager; compare what it returns and all values; return the prepared one."""
     model = Stack() if model is None else model
     plain = eager(model, optimizers, data)
     trainee = prepared(model, plan, optimizers, data, options=options, **arguments)
@@ -181,6 +181,6 @@ def check(
     found = loop(trainee)
     assert (found is None) == (expected is None)
     if expected is not None:
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0)
+        assert_close("what the loop returned", found, expected, rtol)
     assert_same_values(trainee.model, plain.model, rtol)
     return trainee
