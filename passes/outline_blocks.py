@@ -11,6 +11,9 @@ For the stage s with forward nodes F and backward nodes B (``->`` is data flow):
 
 A forward value that only this stage's own backward needs is no output: partitioning the template decides
 whether it is saved. Symbols that occur in the sizes are passed as inputs of their own.
+
+Views and casts of parameters belong to no stage: every segment that uses one makes it from the parameter itself. A view
+handed from one segment to another would outlive its chunk's stay in a buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from passes.node_facts import free_symbols
+from passes.node_facts import free_symbols, is_parameter_cast, is_view
 from protrain_compile.program import InputKind, Program, Segment, fake_value, is_symbol
 
 
@@ -52,8 +55,9 @@ class _Cut:
         self.primals = dict.fromkeys(program.primals)
         self.tangents = set(program.tangents)
         self.stages = [_StageNodes() for _ in program.stages]
+        self.remade = _made_from_parameters(program)
         for node in program.calls():
-            if node.op == "get_attr":
+            if node.op == "get_attr" or node in self.remade:
                 continue
             nodes = self.stages[program.stage_of[node]]
             (nodes.backward if node in program.backward_nodes else nodes.forward).append(node)
@@ -70,9 +74,9 @@ class _Cut:
         inputs: dict[fx.Node, None] = {}
         tangents: dict[fx.Node, None] = {}
         for node in nodes.forward:
-            inputs.update((each, None) for each in _operands(node) if each not in forward)
+            inputs.update((each, None) for each in self._operands(node) if each not in forward)
         for node in nodes.backward:
-            for each in _operands(node):
+            for each in self._operands(node):
                 if each in self.program.backward_nodes or each in self.tangents:
                     if each not in backward:
                         tangents[each] = None
@@ -83,7 +87,7 @@ class _Cut:
         self._add_symbols(inputs, nodes, forward)
         outputs = [node for node in nodes.forward if self._leaves(node, forward | backward)]
         gradients = [node for node in nodes.backward if self._leaves(node, backward)]
-        joint = _extract(self.program.graph, list(inputs), list(tangents), nodes, outputs + gradients)
+        joint = _extract(self.program.graph, self.remade, list(inputs), list(tangents), nodes, outputs + gradients)
         return Segment(
             stage=self.program.stages[index],
             joint=joint,
@@ -93,6 +97,16 @@ class _Cut:
             gradients=tuple(gradients),
             input_roles=tuple(self.roles.get(node, "value") for node in inputs),
         )
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        """Return the values that ``node`` needs from outside or inside its segment, through what is made again."""
+        found: list[fx.Node] = []
+        for each in node.all_input_nodes:
+            if each in self.remade:
+                found += self._operands(each)
+            elif each.op != "get_attr":
+                found.append(each)
+        return found
 
     def _leaves(self, node: fx.Node, own: set[fx.Node]) -> bool:
         return node in self.returned or any(user not in own and user.op != "output" for user in node.users)
@@ -110,8 +124,19 @@ class _Cut:
                 inputs[source] = None
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    return [each for each in node.all_input_nodes if each.op != "get_attr"]
+def _made_from_parameters(program: Program) -> set[fx.Node]:
+    """Return the nodes that are views or casts of parameters and of nothing else, and do not leave the graph."""
+    parameters = {
+        node
+        for node, source in zip(program.primals, program.inputs, strict=True)
+        if source.kind is InputKind.PARAMETER and not source.mutated
+    }
+    found: set[fx.Node] = set()
+    for node in program.calls():
+        sources = node.all_input_nodes
+        if sources and (is_view(node) or is_parameter_cast(node)) and (parameters | found).issuperset(sources):
+            found.add(node)
+    return found - set(program.results)
 
 
 def _symbol_nodes(program: Program) -> dict[Any, fx.Node]:
@@ -137,6 +162,7 @@ def _input_roles(program: Program) -> dict[fx.Node, str]:
 
 def _extract(
     owner: fx.GraphModule,
+    remade: set[fx.Node],
     inputs: list[fx.Node],
     tangents: list[fx.Node],
     nodes: _StageNodes,
@@ -154,6 +180,8 @@ def _extract(
         if node not in copies and node.op == "get_attr":
             attributes[str(node.target)] = _attribute(owner, str(node.target))
             copies[node] = graph.node_copy(node)
+        elif node not in copies and node in remade:
+            copies[node] = graph.node_copy(node, copy_of)
         return copies[node]
 
     for node in nodes.forward + nodes.backward:

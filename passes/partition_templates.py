@@ -53,8 +53,32 @@ def partition(template: Template, *, inductor: bool) -> Parts:
     if len(results) == template.num_outputs:  # type: ignore[arg-type]
         return _forward_only(joint, template.num_outputs)
     static = [i for i, role in enumerate(template.input_roles) if role in ("parameter", "buffer")]
-    forward, backward = compat.partition(joint, template.num_outputs, static)
+    halves = _independent_halves(joint, template.num_outputs)
+    forward, backward = halves or compat.partition(joint, template.num_outputs, static)
     return _Split(template, forward, backward).parts()
+
+
+def _independent_halves(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """Split a joint whose gradients depend on tangents alone, such as a sum of gradients: min-cut has nothing to cut.
+
+    Returns None for any other joint.
+    """
+    results: tuple[fx.Node, ...] = joint.graph.output_node().args[0]  # type: ignore[assignment]
+    sources = _reach(results[num_outputs:], set())
+    if any(never_recompute(node) or _is_primal(node) for node in sources):
+        return None
+    forward, backward = (
+        _extract(joint, list(results[:num_outputs]), []),
+        _extract(joint, list(results[num_outputs:]), []),
+    )
+    for node in forward.graph.find_nodes(op="placeholder"):
+        if not _is_primal(node):
+            forward.graph.erase_node(node)
+    return forward, backward
+
+
+def _is_primal(node: fx.Node) -> bool:
+    return node.op == "placeholder" and str(node.target).startswith("primals")
 
 
 def _forward_only(joint: fx.GraphModule, num_outputs: int) -> Parts:
