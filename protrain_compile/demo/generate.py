@@ -6,7 +6,7 @@ import torch
 
 from protrain_compile.demo.model import GPT
 
-TEMPERATURE = 0.7
+TEMPERATURE = 0.6
 """Below 1, unlikely bytes become rarer still: steadier text from a model that has seen little."""
 
 

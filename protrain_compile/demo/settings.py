@@ -73,9 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    _add_integer(group, "--blocks", 6, "transformer blocks")
-    _add_integer(group, "--width", 192, "size of the residual stream")
-    _add_integer(group, "--heads", 6, "attention heads a block")
+    _add_integer(group, "--blocks", 4, "transformer blocks")
+    _add_integer(group, "--width", 256, "size of the residual stream")
+    _add_integer(group, "--heads", 4, "attention heads a block")
 
 
 def _add_training_arguments(group: argparse._ArgumentGroup) -> None:

@@ -148,7 +148,7 @@ def test_empty_prompt(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_plan_file(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(content.encode("latin-1"))
-    found = fails(["--plan", str(path)], capsys)
+    found = fails(["--blocks", "6", "--plan", str(path)], capsys)
     assert "argument --plan:" in found
     assert message in found
 
