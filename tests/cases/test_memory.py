@@ -1,0 +1,154 @@
+"""Memory of a whole training step: what is alive at every operation is what the schedule's liveness says, in bytes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support.compare import alternating, compile_model
+from support.models import GPT, WIDTH, GPTBlock, Llama, tokens
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import protrain_compile
+from protrain_compile import Plan
+from protrain_compile.artefacts import Artefact
+from protrain_compile.liveness import schedule_liveness
+from protrain_compile.report.model_schedule import Part
+from protrain_compile.schedule import operation_of
+
+
+class Watch:
+    """Remembers every storage that an artefact returns, and counts the bytes of those that live."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: Sequence[Tensor]) -> None:
+        self.held = {tensor.untyped_storage().data_ptr() for tensor in held}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.seen: list[int] = []
+        call = Artefact.__call__
+
+        def watched(artefact: Artefact, boxed: list[Any], **keywords: Any) -> Sequence[Any]:
+            self.seen.append(self.live_bytes())
+            results = call(artefact, boxed, **keywords)
+            self.remember(results)
+            return results
+
+        monkeypatch.setattr(Artefact, "__call__", watched)
+
+    def remember(self, values: Sequence[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self.held:
+                    self.storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+
+    def live_bytes(self) -> int:
+        self.storages = {key: (ref, size) for key, (ref, size) in self.storages.items() if not ref.expired()}
+        return sum(size for _, size in self.storages.values())
+
+    def take(self) -> list[int]:
+        """Return the bytes alive when the second, third, ... operation began, and now."""
+        seen = [*self.seen[1:], self.live_bytes()]
+        self.seen.clear()
+        return seen
+
+
+def predicted(part: Part, name: str) -> list[int]:
+    found = schedule_liveness(part.schedule)[name]
+    nodes = part.schedule.graphs[name].graph.nodes
+    return [found.live_bytes[node] - found.held_bytes for node in nodes if operation_of(node) is not None]
+
+
+class NormBlock(GPTBlock):
+    """Its buffers are graph outputs too."""
+
+    def __init__(self, width: int = WIDTH, *, dropout: float = 0.0) -> None:
+        super().__init__(width, dropout=dropout)
+        self.batch_norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.batch_norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+MODELS = {
+    "gpt": lambda: GPT(3),
+    "llama": lambda: Llama(3),
+    "dropout": lambda: GPT(3, dropout=0.2),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_operation_of_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS[kind]()
+    compiled = compile_model(model)
+    batch = tokens()
+    compiled(batch).backward()
+    watch = Watch(monkeypatch, [*model.parameters(), *model.buffers(), batch])
+    (part,) = protrain_compile.schedule(compiled).parts
+    for plan in (Plan.uniform(), Plan.uniform("recompute"), alternating(3)):
+        protrain_compile.schedule(compiled).use(plan)
+        (part,) = protrain_compile.schedule(compiled).parts
+        model.zero_grad()
+        gc.collect()
+        assert watch.take() == [0]
+        loss = compiled(batch)
+        assert watch.take() == predicted(part, "forward")
+        # The loss itself stays; the gradients leave the graph and stay too. Neither is given to the backward graph.
+        kept_by_caller = loss.untyped_storage().nbytes()
+        loss.backward()
+        assert watch.take() == [size + kept_by_caller for size in predicted(part, "backward")]
+        del loss
+
+
+def test_nothing_outlives_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(3, block=NormBlock)
+    compiled = compile_model(model)
+    compiled(tokens()).backward()
+    watch = Watch(monkeypatch, [*model.parameters(), *model.buffers()])
+    for plan in (Plan.uniform(), Plan.uniform("recompute")):
+        protrain_compile.schedule(compiled).use(plan)
+        for _ in range(2):
+            model.zero_grad()
+            loss = compiled(tokens())
+            loss.backward()
+            del loss
+            model.zero_grad()
+            gc.collect()
+            assert watch.live_bytes() == 0
+        loss = compiled(tokens())
+        del loss
+        gc.collect()
+        assert watch.live_bytes() == 0, "an abandoned forward left memory"
+
+
+def test_recompute_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between forward and backward, recompute holds block inputs where keep holds everything."""
+    model = GPT(6)
+    compiled = compile_model(model)
+    compiled(tokens())
+    watch = Watch(monkeypatch, [*model.parameters()])
+    alive = {}
+    for policy in ("keep", "recompute"):
+        protrain_compile.schedule(compiled).use(Plan.uniform(policy))
+        loss = compiled(tokens())
+        alive[policy] = watch.take()[-1]
+        del loss
+    assert alive["recompute"] < 0.35 * alive["keep"]
+
+
+def test_retain_graph_keeps_everything_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(3)
+    compiled = compile_model(model)
+    loss = compiled(tokens())
+    loss.backward()
+    watch = Watch(monkeypatch, [*model.parameters()])
+    loss = compiled(tokens())
+    before = watch.live_bytes()
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    assert watch.live_bytes() == before
+    loss.backward()
+    model.zero_grad()
+    assert watch.live_bytes() == loss.untyped_storage().nbytes()
