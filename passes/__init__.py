@@ -4,6 +4,7 @@ Structure passes turn a captured graph into segments and templates; schedule pas
 graphs that run::
 
     tag_blocks           find the transformer blocks; give every node its stage
+    hoist_casts          a prepared model's parameters used as 16 bits travel as 16 bits
     seed_randomness      random draws become functions of seeds made in the prologue
     outline_blocks       one joint subgraph per stage
     dedupe_templates     segments of one structure share one template
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from passes.apply_policies import ApplyPolicies
 from passes.dedupe_templates import DedupeTemplates
+from passes.hoist_casts import HoistCasts
 from passes.insert_updates import InsertUpdates
 from passes.interface import Pass, PassRecord, Pipeline
 from passes.move_chunks import MoveChunks
@@ -47,6 +49,7 @@ def structure_pipeline(*, inductor: bool, inductor_draws: bool, print_after: str
     return Pipeline[Program](
         [
             TagBlocks(),
+            HoistCasts(),
             SeedRandomness(inductor_draws=inductor_draws),
             OutlineBlocks(),
             DedupeTemplates(),

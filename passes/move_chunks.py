@@ -6,7 +6,8 @@ For every stretch in which a chunk is used without another chunk's use in betwee
     t1_forward(pack(x, w[0], w[1]))
     release(residency, chunk=3)                   # compute: the buffer may be filled anew after this point
 
-A persistent chunk is bound once, where it is first used. Buffers and prefetches are decided by ``place``.
+A persistent chunk is bound once, where it is first used. Buffers and prefetches are decided by ``place``. A graph that
+reads a parameter in another type than its chunk has (an evaluation outside autocast) gathers the exact value instead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import fx
 from passes.schedule_graph import (
     ChunkCall,
     artefact_calls,
+    gathered_placeholders,
     is_persistent,
     managed_placeholders,
     packed_arguments,
@@ -54,6 +56,7 @@ class MoveChunks:
             return False
         for name, module in schedule.graphs.items():
             places = managed_placeholders(schedule, name)
+            _gather(module, gathered_placeholders(schedule, name), places)
             residency_placeholder(module)
             for stretch in _stretches(module, places, schedule.chunks):
                 _serve(module, stretch, places, schedule.chunks)
@@ -61,6 +64,20 @@ class MoveChunks:
                 _drop_placeholders(schedule, module, places)
             module.recompile()
         return True
+
+
+def _gather(module: fx.GraphModule, gathered: set[fx.Node], places: Places) -> None:
+    """Feed every call from exact values where it reads parameters in another type than their chunk has."""
+    for call in list(artefact_calls(module)):
+        pack = packed_arguments(call)
+        for argument in [each for each in pack.all_input_nodes if each in gathered]:
+            chunk, slot = places[argument]
+            with module.graph.inserting_before(pack):
+                read = ChunkCall(ops.gather, chunk, "compute", segment_of(call), slots=(slot,), has_buffer=False)
+                values = read.write(module)
+                values.kwargs = {**values.kwargs, "dtype": argument.meta["val"].dtype}
+                item = module.graph.call_function(operator.getitem, (values, 0))
+            pack.replace_input_with(argument, item)
 
 
 def _chunks_used(call: fx.Node, places: Places) -> list[int]:

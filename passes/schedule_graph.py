@@ -20,10 +20,26 @@ NO_BUFFER = -1
 def managed_placeholders(schedule: Schedule, graph: str) -> dict[fx.Node, tuple[int, int]]:
     """Return chunk and slot of every placeholder of ``graph`` that stands for a managed parameter."""
     assert schedule.chunks is not None
-    placeholders = [n for n in schedule.graphs[graph].graph.find_nodes(op="placeholder") if "residency" not in n.meta]
+    placeholders = _argument_placeholders(schedule, graph)
     positions = schedule.backward_inputs.primals if graph == "backward" else range(len(schedule.program.inputs))
     places = schedule.chunks.place_of
     return {node: places[i] for node, i in zip(placeholders, positions, strict=False) if i in places}
+
+
+def gathered_placeholders(schedule: Schedule, graph: str) -> set[fx.Node]:
+    """Return the managed placeholders that the graph reads in another type than their chunk has."""
+    assert schedule.chunks is not None
+    positions = schedule.backward_inputs.primals if graph == "backward" else range(len(schedule.program.inputs))
+    return {
+        node
+        for node, i in zip(_argument_placeholders(schedule, graph), positions, strict=False)
+        if i in schedule.chunks.gathered
+    }
+
+
+def _argument_placeholders(schedule: Schedule, graph: str) -> list[fx.Node]:
+    placeholders = schedule.graphs[graph].graph.find_nodes(op="placeholder")
+    return [node for node in placeholders if "residency" not in node.meta]
 
 
 def residency_placeholder(module: fx.GraphModule) -> fx.Node:

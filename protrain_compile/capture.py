@@ -29,7 +29,9 @@ def _describe(node: fx.Node) -> GraphInput:
     example, source = compat.traced_example(node)
     name = source_name(source)
     if isinstance(example, torch.nn.Parameter):
-        return GraphInput(name, InputKind.PARAMETER, managed=isinstance(example, ManagedParameter))
+        managed = isinstance(example, ManagedParameter)
+        hoistable = isinstance(example, ManagedParameter) and example._home.may_travel(example._index)
+        return GraphInput(name, InputKind.PARAMETER, managed=managed, hoistable=hoistable)
     if isinstance(example, torch.nn.Buffer) or "._buffers[" in source:
         return GraphInput(name, InputKind.BUFFER)
     if isinstance(example, torch.Tensor):
@@ -93,6 +95,7 @@ def capture_program(
                 trainable=number < len(gradients) and gradients[number] is not None,
                 mutated=position is not None and position in mutated,
                 managed=source is not None and source.managed,
+                hoistable=source is not None and source.hoistable,
             )
         )
     return Program(name, graph, tuple(inputs), num_outputs, differentiable)

@@ -107,9 +107,11 @@ class ChunkBinding:
         residency: Per chunk.
         buffers: How many standard chunk buffers there are.
         place_of: Chunk and slot of the graph inputs that are managed, by position among the forward's arguments.
+        gathered: Positions that this graph reads in another type than their chunk has: gathered from the exact values.
     """
 
     layout: ChunkLayout
     residency: tuple[Residency, ...]
     buffers: int
     place_of: dict[int, tuple[int, int]]
+    gathered: frozenset[int] = frozenset()

@@ -31,6 +31,10 @@ class Home(Protocol):
         """Return the name of a tensor's parameter."""
         ...
 
+    def may_travel(self, index: int) -> bool:
+        """Whether a chunk may hold a parameter in a 16-bit type, because its exact value is kept beside it."""
+        ...
+
     def read(self, index: int) -> torch.Tensor:
         """Return a fresh tensor with the value."""
         ...
@@ -194,6 +198,10 @@ class ViewHome:
         """See :meth:`Home.name_of`."""
         return self.source._home.name_of(self.source._index)
 
+    def may_travel(self, index: int) -> bool:
+        """See :meth:`Home.may_travel`."""
+        return False
+
     def read(self, index: int) -> torch.Tensor:
         """See :meth:`Home.read`."""
         return self.replay(_read(self.source))
@@ -238,6 +246,8 @@ def _eager_access(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             ".grad"
         )
     if isinstance(first, Managed):
+        if name == "_has_compatible_shallow_copy_type":
+            return True  # Module.to then sets .data, which says what is wrong, instead of making another Parameter
         if name == "detach":
             return _detached(first)
         if name in ("requires_grad_", "detach_"):

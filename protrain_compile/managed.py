@@ -97,24 +97,41 @@ class ManagedModel:
 
     # ---- packing and binding -----------------------------------------------------------------------------------
 
-    def bind(self, places: dict[int, int], first_uses: Sequence[Sequence[int]], plan: Plan) -> ChunkBinding:
+    def bind(
+        self,
+        places: dict[int, int],
+        first_uses: Sequence[Sequence[int]],
+        plan: Plan,
+        read_as: dict[int, torch.dtype],
+    ) -> ChunkBinding:
         """Return how a call's parameters lie in chunks; the first call packs them.
 
         Args:
             places: Index of the managed parameter, by position among the call's arguments.
             first_uses: Positions that each segment uses, in execution order.
             plan: The plan to follow; its residency counts for the first call.
+            read_as: Data type in which the graph reads each of the positions.
         """
         if self.residency is None:
-            self._pack([[places[i] for i in used if i in places] for used in first_uses], plan)
+            self._pack(
+                [[places[i] for i in used if i in places] for used in first_uses],
+                plan,
+                {places[i]: dtype for i, dtype in read_as.items()},
+            )
         assert self.layout is not None
         assert self.residency is not None
         spec = self.residency.store.spec
         place_of = {position: self.layout.place_of[index] for position, index in places.items()}
-        return ChunkBinding(self.layout, spec.residency, self.buffers, place_of)
+        chunks = self.layout.chunks
+        gathered = frozenset(i for i, (chunk, _) in place_of.items() if chunks[chunk].dtype != read_as[i])
+        return ChunkBinding(self.layout, spec.residency, self.buffers, place_of, gathered)
 
-    def _pack(self, first_uses: Sequence[Sequence[int]], plan: Plan) -> None:
-        layout = pack_chunks(self.specs, first_uses, plan.chunk_bytes)
+    def _pack(self, first_uses: Sequence[Sequence[int]], plan: Plan, read_as: dict[int, torch.dtype]) -> None:
+        travelling = [
+            dataclasses.replace(spec, dtype=read_as.get(index, spec.dtype)) for index, spec in enumerate(self.specs)
+        ]
+        hoisted = any(ours.dtype != theirs.dtype for ours, theirs in zip(travelling, self.specs, strict=True))
+        layout = pack_chunks(travelling, first_uses, plan.chunk_bytes)
         preparation = self.preparation
         residency = choose_residency(layout, plan, self._free_bytes(), self.book.state_bytes)
         self.buffers = choose_buffers(layout, residency, plan)
@@ -125,7 +142,7 @@ class ManagedModel:
             kinds=tuple(self.book.kind_of_chunk(chunk) for chunk in layout.chunks),
             device=preparation.device,
             landings=0 if own_landings else LANDINGS,
-            gradient_dtype=torch.float32 if preparation.micro_batches > 1 else None,
+            gradient_dtype=torch.float32 if preparation.micro_batches > 1 or hoisted else None,
         )
         store = ChunkStore(spec, preparation.host_budget)
         self.layout = layout
@@ -143,7 +160,7 @@ class ManagedModel:
             assert source is not None
             store.write(slot.parameter, source)
             self._sources[slot.parameter] = source = None
-        store.add_states()
+        store.add_moments()
         self.book.install(store)
         log.info("packed %d parameters into %d chunks", len(self.specs), len(layout.chunks))
 
@@ -242,6 +259,13 @@ class ManagedModel:
     def name_of(self, index: int) -> str:
         """Return a parameter's name."""
         return self.specs[index].name
+
+    def may_travel(self, index: int) -> bool:
+        """Whether a chunk may hold a parameter as 16 bits: the master of a trainable one keeps the exact value."""
+        if self.layout is not None:
+            chunk, _ = self.layout.place_of[index]
+            return self.specs[index].trainable and self.layout.chunks[chunk].dtype != self.specs[index].dtype
+        return self.specs[index].trainable
 
     def read(self, index: int) -> torch.Tensor:
         """Return a parameter's newest value, a fresh tensor: on the model's device, or on the host for a state dict."""

@@ -30,6 +30,10 @@ class ChunkOperations(Protocol):
         """Return views of a persistent chunk's parameters."""
         ...
 
+    def gather(self, chunk: int, slots: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return fresh copies of exact values, for a graph that reads them in another type than the chunk has."""
+        ...
+
     def prefetch(self, chunk: int, buffer: int) -> None:
         """Start copying a chunk's parameters into a buffer, behind its last reader and the chunk's update."""
         ...
@@ -58,6 +62,13 @@ class ChunkOperations(Protocol):
 def bind(residency: ChunkOperations, *, chunk: int, slots: tuple[int, ...], stream: str) -> tuple[torch.Tensor, ...]:
     """See :meth:`ChunkOperations.bind`."""
     return residency.bind(chunk, slots)
+
+
+def gather(
+    residency: ChunkOperations, *, chunk: int, slots: tuple[int, ...], dtype: torch.dtype, stream: str
+) -> tuple[torch.Tensor, ...]:
+    """See :meth:`ChunkOperations.gather`."""
+    return residency.gather(chunk, slots, dtype)
 
 
 def prefetch(residency: ChunkOperations, *, chunk: int, buffer: int, stream: str) -> None:

@@ -19,8 +19,8 @@ class Options:
     """What a user may say about compilation; every field has a working default.
 
     Attributes:
-        plan: The Plan to follow (a Plan, its JSON text, or the JSON object). Default: the one given to ``prepare``, else
-            keep everything.
+        plan: The Plan to follow (a Plan, its JSON text, or the JSON object). Default: the one given to ``prepare``,
+            else keep everything.
         schedule: ``"print"`` (default; equal blocks folded), ``"full"``, ``"off"``, or a file path.
         compile: ``"inductor"`` (default) or ``"eager"`` (run the ATen operations one by one).
         print_after: Name of a pass after which the graphs are printed, for debugging.

@@ -4,6 +4,7 @@ Structure passes fill it in step by step::
 
     capture            graph, inputs, tangents
     tag_blocks         stages, stage_of      every node belongs to one stretch of the model
+    hoist_casts        (graph), travels      parameters used as 16 bits travel as 16 bits
     seed_randomness    (graph)               random draws become functions of seeds made in the prologue
     outline_blocks     segments              one joint subgraph per stage
     dedupe_templates   templates             what structurally identical segments share
@@ -40,6 +41,8 @@ class GraphInput:
         trainable: Whether the graph computes a gradient for it.
         mutated: Whether the forward gives it a new value (BatchNorm statistics, counters).
         managed: Whether it is a parameter that ``prepare`` took over.
+        hoistable: Whether it may travel in another type than its own, because its home keeps the exact value.
+        travels: The 16-bit type in which its chunk holds it (set by hoist_casts); None for its own type.
     """
 
     name: str
@@ -47,6 +50,8 @@ class GraphInput:
     trainable: bool = False
     mutated: bool = False
     managed: bool = False
+    hoistable: bool = False
+    travels: torch.dtype | None = None
 
     @property
     def held_by_model(self) -> bool:

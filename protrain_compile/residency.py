@@ -111,6 +111,12 @@ class ChunkResidency:
         """See :meth:`protrain_compile.ops.ChunkOperations.bind`."""
         return self._views_of(chunk, None, slots)
 
+    def gather(self, chunk: int, slots: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """See :meth:`protrain_compile.ops.ChunkOperations.gather`; blocks until the chunk's update has run."""
+        self.settle(chunk)
+        parameters = [self.store.spec.layout.chunks[chunk].slots[slot].parameter for slot in slots]
+        return tuple(self.store.read(parameter, dtype).to(self.streams.device) for parameter in parameters)
+
     def prefetch(self, chunk: int, buffer: int) -> None:
         """See :meth:`protrain_compile.ops.ChunkOperations.prefetch`."""
         target = self._buffers[buffer]

@@ -18,7 +18,7 @@ when needed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -62,31 +62,30 @@ class StoreSpec:
         landings = trainable if not self.landings else [max(trainable, default=0)] * self.landings
         return [chunk.size_bytes for chunk in host] + (landings if trainable else [])
 
-    def state_parts(self, chunk: Chunk) -> dict[str, tuple[torch.dtype, int]]:
-        """Return data type and bytes of each state of a chunk: companion and moments."""
-        kind = self.kinds[chunk.index]
-        if kind is None:
-            return {}
-        parts: dict[str, torch.dtype] = {}
-        companion = StateFormat.of(chunk.dtype).companion_dtype
-        if companion is not None:
-            parts["companion"] = companion
-        parts |= {name: torch.float32 for name in MOMENTS if getattr(kind, f"has_{name}")}
-        return {name: (dtype, chunk.numel * dtype.itemsize) for name, dtype in parts.items()}
+    def companion_parts(self, chunk: Chunk) -> dict[str, torch.dtype]:
+        """Return the data type of what completes a trainable chunk's parameters to fp32 masters, if anything."""
+        dtype = StateFormat.of(chunk.dtype).companion_dtype if chunk.trainable else None
+        return {} if dtype is None else {"companion": dtype}
 
-    def pageable_parts(self) -> list[int]:
-        """Bytes of each pageable part: states of the host chunks."""
-        return [size for chunk in self.host_chunks() for _, size in self.state_parts(chunk).values()]
+    def moment_parts(self, chunk: Chunk) -> dict[str, torch.dtype]:
+        """Return the data type of each moment of a chunk."""
+        kind = self.kinds[chunk.index]
+        return {} if kind is None else {name: torch.float32 for name in MOMENTS if getattr(kind, f"has_{name}")}
+
+    def sizes_of(self, parts: Callable[[Chunk], dict[str, torch.dtype]]) -> list[int]:
+        """Return the bytes of the host chunks' companions or moments, in order."""
+        return [chunk.numel * dtype.itemsize for chunk in self.host_chunks() for dtype in parts(chunk).values()]
 
     def host_bytes(self) -> int:
         """Host bytes that the store allocates."""
-        return layout_offsets(self.pinned_parts())[1] + layout_offsets(self.pageable_parts())[1]
+        parts = (self.pinned_parts(), self.sizes_of(self.companion_parts), self.sizes_of(self.moment_parts))
+        return sum(layout_offsets(each)[1] for each in parts)
 
 
 class ChunkStore:
     """Allocates what a StoreSpec says, and reads and writes parameters and states by slot.
 
-    States come last (``add_states``): the originals of the parameters are freed before, so that both are never alive.
+    Moments come last (``add_moments``): the originals of the parameters are freed before, so that both are never alive.
     """
 
     def __init__(self, spec: StoreSpec, budget: HostBudget, memory: HostMemory | None = None) -> None:
@@ -107,16 +106,19 @@ class ChunkStore:
         pinned = _Parts(self.pinned, spec.pinned_parts(), "chunk parameters and gradients")
         self.parameters = [self._allocate(chunk, pinned) for chunk in spec.layout.chunks]
         self.landings = pinned.remaining()
-
-    def add_states(self) -> None:
-        """Allocate the states; the masters of parameters that were written are exact."""
-        pageable = _Parts(self.pageable, self.spec.pageable_parts(), "optimizer states")
-        for chunk in self.spec.layout.chunks:
+        companions = _Parts(self.pageable, spec.sizes_of(spec.companion_parts), "fp32 masters")
+        for chunk in spec.layout.chunks:
             if chunk.trainable:
-                states = self.states[chunk.index] = self._states(chunk, pageable)
-                if states.format is StateFormat.FP16:
-                    assert states.companion is not None
-                    states.companion.copy_(states.param)
+                made = self._make(chunk, spec.companion_parts(chunk), companions)
+                self.states[chunk.index] = ChunkStates(self.parameters[chunk.index], **made)
+
+    def add_moments(self) -> None:
+        """Allocate the moments."""
+        pageable = _Parts(self.pageable, self.spec.sizes_of(self.spec.moment_parts), "optimizer states")
+        for index, states in self.states.items():
+            chunk = self.spec.layout.chunks[index]
+            made = self._make(chunk, self.spec.moment_parts(chunk), pageable)
+            self.states[index] = dataclasses.replace(states, **made)
 
     def _allocate(self, chunk: Chunk, pinned: _Parts) -> torch.Tensor:
         """Return the flat home of a chunk's parameters."""
@@ -127,16 +129,11 @@ class ChunkStore:
             self.gradients[chunk.index] = torch.zeros_like(parameters, dtype=self.spec.gradient_dtype or chunk.dtype)
         return parameters
 
-    def _states(self, chunk: Chunk, pageable: _Parts) -> ChunkStates:
-        parameters = self.parameters[chunk.index]
-        on_host = self.spec.residency[chunk.index] != "persistent"
-        parts = {
-            name: pageable.take(chunk.numel, dtype)
-            if on_host
-            else torch.zeros(chunk.numel, dtype=dtype, device=self.spec.device)
-            for name, (dtype, _) in self.spec.state_parts(chunk).items()
-        }
-        return ChunkStates(parameters, **parts)
+    def _make(self, chunk: Chunk, parts: dict[str, torch.dtype], host: _Parts) -> dict[str, torch.Tensor]:
+        """Return zeros for each of a chunk's ``parts`` where the chunk lies."""
+        if self.spec.residency[chunk.index] != "persistent":
+            return {name: host.take(chunk.numel, dtype) for name, dtype in parts.items()}
+        return {name: torch.zeros(chunk.numel, dtype=dtype, device=self.spec.device) for name, dtype in parts.items()}
 
     def landing(self, chunk: int, turn: int) -> tuple[int, torch.Tensor]:
         """Return the landing for a chunk's gradient and its number; ``turn`` counts the offloads so far."""
@@ -178,8 +175,8 @@ class ChunkStore:
         shape = self.spec.layout.parameters[parameter].shape
         states = self.states.get(chunk)
         if states is None or states.companion is None or dtype == states.param.dtype:
-            return self.parameters[chunk][where].to(dtype, copy=True).view(shape)
-        return states.narrow(where.start, where.stop).load_master().to(dtype, copy=True).view(shape)
+            return self.parameters[chunk][where].view(shape).to(dtype, copy=True)
+        return states.narrow(where.start, where.stop).load_master().view(shape).to(dtype, copy=True)
 
     def write(self, parameter: int, value: torch.Tensor) -> None:
         """Set a parameter and its fp32 master to ``value``.

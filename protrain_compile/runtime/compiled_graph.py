@@ -107,7 +107,8 @@ class CompiledGraph:
                 places[position] = parameter._index
         position_of = {node: i for i, node in enumerate(self.program.primals)}
         first_uses = [[position_of[n] for n in segment.inputs if n in position_of] for segment in self.program.segments]
-        return binding.managed.bind(places, first_uses, plan)
+        read_as = {i: self.program.inputs[i].travels or self.program.primals[i].meta["val"].dtype for i in places}
+        return binding.managed.bind(places, first_uses, plan, read_as)
 
     @property
     def compiled_artefacts(self) -> int:
