@@ -17,6 +17,10 @@ from torch import fx
 from protrain_compile.program import Program, Segment, Template, fake_value
 
 
+ALIGNMENT_BYTES = 16
+"""Kernels compiled for an aligned input assume no more than this."""
+
+
 class DedupeTemplates:
     """Give structurally identical segments one template."""
 
@@ -85,8 +89,13 @@ def _key(value: Any, numbers: Mapping[fx.Node, int]) -> Any:
 
 def _value_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        layout = (str(tuple(value.shape)), str(value.stride()), str(value.storage_offset()))
-        return (*layout, value.dtype, value.device)
+        return (str(tuple(value.shape)), str(value.stride()), _alignment(value), value.dtype, value.device)
     if isinstance(value, list | tuple):
         return tuple(_value_key(each) for each in value)
     return (type(value).__name__, str(value))
+
+
+def _alignment(value: torch.Tensor) -> str:
+    """Return what a kernel may know of a view's offset: blocks that get one slice each of a tensor are equal."""
+    offset = value.storage_offset()
+    return str(offset * value.element_size() % ALIGNMENT_BYTES if isinstance(offset, int) else offset)

@@ -10,7 +10,8 @@ For the stage s with forward nodes F and backward nodes B (``->`` is data flow):
     gradients  values of B that other stages' backwards, or autograd, need
 
 A forward value that only this stage's own backward needs is no output: partitioning the template decides
-whether it is saved. Symbols that occur in the sizes are passed as inputs of their own.
+whether it is saved. Symbols that occur in the sizes are passed as inputs of their own, and so are the constant tensors
+that tracing found (``torch.tensor(0.5)`` in a forward): blocks that differ in them alone stay equal.
 
 Views and casts of parameters belong to no stage: every segment that uses one makes it from the parameter itself. A view
 handed from one segment to another would outlive its chunk's stay in a buffer.
@@ -77,7 +78,9 @@ class _Cut:
             inputs.update((each, None) for each in self._operands(node) if each not in forward)
         for node in nodes.backward:
             for each in self._operands(node):
-                if each in self.program.backward_nodes or each in self.tangents:
+                if each.op == "get_attr":
+                    inputs[each] = None
+                elif each in self.program.backward_nodes or each in self.tangents:
                     if each not in backward:
                         tangents[each] = None
                 elif self.program.stage_of.get(each, 0) > index:
@@ -95,7 +98,7 @@ class _Cut:
             tangents=tuple(tangents),
             outputs=tuple(outputs),
             gradients=tuple(gradients),
-            input_roles=tuple(self.roles.get(node, "value") for node in inputs),
+            input_roles=tuple("buffer" if self._is_constant(n) else self.roles.get(n, "value") for n in inputs),
         )
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
@@ -104,9 +107,14 @@ class _Cut:
         for each in node.all_input_nodes:
             if each in self.remade:
                 found += self._operands(each)
-            elif each.op != "get_attr":
+            elif each.op != "get_attr" or self._is_constant(each):
                 found.append(each)
         return found
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" and not isinstance(
+            _attribute(self.program.graph, str(node.target)), fx.GraphModule
+        )
 
     def _leaves(self, node: fx.Node, own: set[fx.Node]) -> bool:
         return node in self.returned or any(user not in own and user.op != "output" for user in node.users)

@@ -55,7 +55,7 @@ def schedule_liveness(schedule: Schedule) -> dict[str, Liveness]:
     """
     entry = list(schedule.entry.graph.nodes)
     made = _storages(entry, {})
-    held = dict(pair for node in entry if node.op == "placeholder" for pair in made.get(node, ()))
+    held = dict(pair for node in entry if node.op in ("placeholder", "get_attr") for pair in made.get(node, ()))
     found = {"forward" if schedule.program.differentiable else "inference": _liveness(entry, made, held)}
     if "backward" in schedule.graphs:
         given = {placeholder: made.get(source, []) for placeholder, source in kept_sources(schedule).items()}
