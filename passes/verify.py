@@ -9,6 +9,7 @@ Schedule
     * each segment runs each of its parts at most once per graph
     * a segment is recomputed before its backward if its policy says so, and only then
     * every trainable input has a gradient, frozen ones have none (invariant 5)
+    * chunks are where they are used, and their buffers are used by one at a time: see ``verify_chunks``
 """
 
 from __future__ import annotations
@@ -19,14 +20,11 @@ from torch import fx
 
 from passes.apply_policies import block_policies
 from passes.node_facts import is_parameter_cast, is_view, never_recompute
+from passes.verify_chunks import verify_chunks
 from protrain_compile import ops
-from protrain_compile.errors import ProtrainError
+from protrain_compile.errors import VerifierError
 from protrain_compile.program import Parts, Program, Template, results_of
 from protrain_compile.schedule import Schedule, operation_of
-
-
-class VerifierError(ProtrainError, AssertionError):
-    """A broken invariant; names the pass after which it was found and the nodes concerned."""
 
 
 def verify_program(program: Program, pass_name: str) -> None:
@@ -94,6 +92,8 @@ def verify_schedule(schedule: Schedule, pass_name: str) -> None:
     for name, module in schedule.graphs.items():
         _check_packs(module, f"after {pass_name}: {name} graph: ")
         _check_order(module, f"after {pass_name}: {name} graph: ")
+    if schedule.chunks is not None:
+        verify_chunks(schedule, f"after {pass_name}: ")
     if "backward" in schedule.graphs:
         _check_recomputes(schedule, f"after {pass_name}: backward graph: ")
         _check_gradients(schedule, f"after {pass_name}: backward graph: ")

@@ -21,6 +21,10 @@ class PipelineError(ProtrainError, RuntimeError):
     """A pass pipeline in an impossible order, or a pass that broke its contract."""
 
 
+class VerifierError(ProtrainError, AssertionError):
+    """A broken invariant; names the pass after which it was found and the nodes concerned."""
+
+
 class ContextError(ProtrainError, RuntimeError):
     """A backward whose forward context is gone, or was changed since the forward."""
 
