@@ -85,7 +85,6 @@ PLAIN_METHODS = frozenset(
         "register_post_accumulate_grad_hook",
         "retain_grad",
         "has_names",
-        "_has_compatible_shallow_copy_type",
         "is_tensor",
         "is_storage",
         "__hash__",

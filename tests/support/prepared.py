@@ -171,7 +171,7 @@ def check(
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Trainee:
-    """Run ``loop`` on a prepared model and in eager; compare what it returns and all values; return the prepared one."""
+    """Run ``loop`` on a prepared model and in eager; compare what it returns, and all values; return the first."""
     model = Stack() if model is None else model
     plain = eager(model, optimizers, data)
     trainee = prepared(model, plan, optimizers, data, options=options, **arguments)
