@@ -118,6 +118,7 @@ def update_struct(
 ) -> tuple[UpdateStruct, ctypes.Array[SegmentStruct]]:
     """Return the kernel's arguments for an update; ValueError if they do not fit each other."""
     check_update(states, gradient, segments)
+    segments = _joined(segments)
     job = UpdateStruct(
         *(_address(part) for part in (states.param, states.companion)),
         *(_address(part) for part in (states.moment1, states.moment2, states.moment2_max)),
@@ -128,6 +129,17 @@ def update_struct(
         _DTYPES[gradient.dtype],
     )
     return job, (SegmentStruct * len(segments))(*(SegmentStruct(s.begin, s.end, 0, *s.scalars) for s in segments))
+
+
+def _joined(segments: Sequence[Segment]) -> list[Segment]:
+    """Join neighbours with equal scalars, as most parameters of a chunk have: fewer to convert for each call."""
+    joined: list[Segment] = []
+    for segment in segments:
+        if joined and joined[-1].end == segment.begin and joined[-1].scalars == segment.scalars:
+            joined[-1] = Segment(joined[-1].begin, segment.end, segment.scalars)
+        else:
+            joined.append(segment)
+    return joined
 
 
 def array_struct(target: Tensor, source: Tensor) -> ArrayStruct:
