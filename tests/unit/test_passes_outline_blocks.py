@@ -191,8 +191,8 @@ def test_symbols_are_inputs_of_their_own(program: Program) -> None:
         assert needed <= passed | computed
 
 
-def test_attributes_travel() -> None:
-    """A tensor that the graph holds as an attribute is there in the subgraph that uses it."""
+def test_constant_tensors_are_inputs() -> None:
+    """A tensor that the graph holds as an attribute goes to the subgraph that uses it by argument: equal blocks stay equal."""
     graph = Graph()
     x = graph.input("primals_1", 4)
     constant = graph.graph.get_attr("constant")
@@ -204,7 +204,8 @@ def test_attributes_travel() -> None:
     program.stages, program.stage_of = (Stage("prologue", "prologue"),), {constant: 0, y: 0}
     OutlineBlocks().run(program)
     (segment,) = program.segments
-    torch.testing.assert_close(segment.joint(torch.ones(4))[0], torch.arange(4.0) + 1)
+    assert (segment.inputs, segment.input_roles) == ((x, constant), ("value", "buffer"))
+    torch.testing.assert_close(segment.joint(torch.ones(4), torch.arange(4.0))[0], torch.arange(4.0) + 1)
 
 
 def test_the_pass_does_not_touch_the_graph() -> None:
