@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from support import hub
-from support.compare import Step, check_plans
+from support.compare import Step, assert_same, check_plans, compile_model, run_step
+
+import protrain_compile
+from protrain_compile import Plan
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,3 +41,23 @@ def test_encoder_and_decoder() -> None:
         *["block"] * 3,
         "epilogue",
     ]
+
+
+def test_experts_without_breaks() -> None:
+    """Experts as one batched product: no list of experts that could be taken for blocks."""
+    torch.manual_seed(0)
+    check_plans(hub.mixtral(transformers, "batched_mm"), hub.causal_step, blocks=hub.LAYERS, templates=3)
+
+
+def test_experts_that_break_the_graph() -> None:
+    """A loop over the experts that were hit reads sizes back: graph breaks in every layer, right all the same."""
+    torch.manual_seed(0)
+    model = hub.mixtral(transformers, "eager")
+    eager = run_step(copy.deepcopy(model), hub.causal_step)
+    compiled = compile_model(model)
+    for plan in (Plan.uniform(), Plan.uniform("recompute")):
+        assert_same(run_step(compiled, hub.causal_step, owner=model), eager)
+        protrain_compile.schedule(compiled).use(plan)
+    schedule = protrain_compile.schedule(compiled)
+    assert 1 < len(schedule.parts) <= 6
+    assert "graph break" in schedule.render()

@@ -106,6 +106,8 @@ def t5(t: Any) -> nn.Module:
     return t.T5ForConditionalGeneration(config)
 
 
-def mixtral(t: Any) -> nn.Module:
+def mixtral(t: Any, experts: str = "grouped_mm") -> nn.Module:
     config = t.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
-    return t.MixtralForCausalLM(config)
+    model = t.MixtralForCausalLM(config)
+    model.set_experts_implementation(experts)
+    return model

@@ -192,7 +192,7 @@ def test_symbols_are_inputs_of_their_own(program: Program) -> None:
 
 
 def test_constant_tensors_are_inputs() -> None:
-    """A tensor that the graph holds as an attribute goes to the subgraph that uses it by argument: equal blocks stay equal."""
+    """A tensor that the graph holds as an attribute is passed to the subgraph that uses it: equal blocks stay equal."""
     graph = Graph()
     x = graph.input("primals_1", 4)
     constant = graph.graph.get_attr("constant")
