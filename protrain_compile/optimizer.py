@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from protrain_compile.errors import OptionError, ProtrainError
+from protrain_compile.errors import OptionError
 from protrain_compile.managed import ManagedModel
 
 
@@ -44,14 +43,8 @@ class ManagedOptimizer(Optimizer):
                 "step: closure is not supported by a prepared optimizer; call the closure yourself, then step()"
             )
         self._opt_called = True
-        for hook in [*_global_optimizer_pre_hooks.values(), *self._optimizer_step_pre_hooks.values()]:
-            changed = hook(self, (self,), {})
-            if changed is not None:
-                raise ProtrainError("step: a pre-hook that changes the arguments of step() is not supported")
         with torch.no_grad():
             self._managed.step()
-        for after in [*self._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]:
-            after(self, (self,), {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that wait; whatever ``set_to_none`` says, ``p.grad`` is None afterwards.
@@ -119,6 +112,7 @@ def manage_optimizer(optimizer: Optimizer, managed: ManagedModel, parameter_inde
     scheduled = "step" in optimizer.__dict__
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = _managed_class(type(optimizer))  # type: ignore[arg-type]
+    optimizer._patch_step_function()  # step hooks, and the profiler's label
     if scheduled:
         _keep_scheduler_content(optimizer)
 
@@ -138,7 +132,7 @@ class _States(Mapping[Any, Any]):
         optimizer = self._optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if optimizer._managed.book.steps[optimizer._parameter_index[id(parameter)]]:
+                if optimizer._managed.book.has_state(optimizer._parameter_index[id(parameter)]):
                     yield parameter
 
     def __len__(self) -> int:

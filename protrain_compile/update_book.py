@@ -142,16 +142,22 @@ class UpdateBook:
                 store.refine(parameter, master)
         self._given.clear()
 
+    def has_state(self, parameter: int) -> bool:
+        """Whether ``torch.optim`` would have a state for a parameter: it was updated, by more than plain SGD."""
+        group = self.group_of[parameter]
+        return group is not None and self.steps[parameter] > 0 and bool(_moments(self._current[group].kind))
+
     def take(self, parameter: int, store: ChunkStore | None) -> dict[str, Any]:
         """Return one parameter's optimizer state as ``torch.optim`` has it: fresh tensors on the host."""
-        if self.steps[parameter] == 0:
+        if not self.has_state(parameter):
             return {}
         if store is None:
             given = self._given.get(parameter, {})
             return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         state: dict[str, Any] = {}
         group = self.group_of[parameter]
-        kept = _moments(self._current[group].kind) if group is not None else frozenset()
+        assert group is not None
+        kept = _moments(self._current[group].kind)
         if not issubclass(self._type, torch.optim.SGD):
             state["step"] = torch.tensor(float(self.steps[parameter]), dtype=torch.float32)
         for name, moment in self.names.items():
