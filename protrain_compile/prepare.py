@@ -153,7 +153,7 @@ def _check_memory(model: nn.Module) -> None:
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        chosen = torch.device(device)
+        chosen = _parsed_device(device)
     else:
         found = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
         if len(found) > 1:
@@ -169,6 +169,13 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     if chosen == torch.device("cuda"):
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
+
+
+def _parsed_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"device={device!r}: {error}") from error
 
 
 def _positive(name: str, value: Any) -> int:
