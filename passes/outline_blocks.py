@@ -33,7 +33,7 @@ class OutlineBlocks:
     """Make the segments."""
 
     name: ClassVar[str] = "outline_blocks"
-    requires: ClassVar[frozenset[str]] = frozenset({"stages", "seeded"})
+    requires: ClassVar[frozenset[str]] = frozenset({"stages", "hoisted", "seeded"})
     provides: ClassVar[frozenset[str]] = frozenset({"segments"})
 
     def run(self, program: Program) -> bool:
