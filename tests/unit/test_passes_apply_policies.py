@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.capture import gpt_program, mixed, schedule_of, write_schedule
-from support.models import GPT, tokens
+from support.light import GPT
+from support.models import tokens
 from torch import Tensor, fx, nn
 
 from passes.apply_policies import block_policies

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support.capture import compiled, gpt_program, mixed, write_schedule
-from support.models import GPT, tokens
+from support.light import GPT
+from support.models import tokens
 from torch import Tensor, nn
 
 import protrain_compile

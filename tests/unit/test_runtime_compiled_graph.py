@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.capture import compiled, mixed
-from support.models import GPT, tokens
+from support.light import GPT
+from support.models import tokens
 from torch import nn
 
 import protrain_compile
