@@ -1,9 +1,10 @@
-"""Training a model several times the device's memory: protrain beside the same plan with everything resident, and FSDP2.
+"""Training a model several times the device's memory: protrain, the same plan with everything resident, and FSDP2.
 
-Each arm is a process of its own, because a memory cap cannot be lifted again. All train the Llama 3.43B of PEERS (random
-weights, bf16, AdamW) on random tokens; a figure is the mean over the timed steps after warm-up. The protrain arms update
-every parameter in every step with exact fp32 masters; FSDP2 keeps fp32 masters on the host (``CPUOffloadPolicy``), computes in
-bf16 with gradient checkpointing and uses the fused CPU AdamW.
+Each arm is a process of its own, because a memory cap cannot be lifted again. All train one Llama of 3.43B parameters
+(random weights, bf16, AdamW) on random tokens; a figure is the mean over the timed steps after warm-up. The protrain
+arms update every parameter in every step with exact fp32 masters; FSDP2 keeps fp32 masters on the host
+(``CPUOffloadPolicy``), computes in bf16 with gradient checkpointing and uses the fused CPU AdamW. The arms ``eval`` and
+``eval-resident`` run the forward alone, with every chunk on the host or on the device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,16 @@ class Job:
     persistent: int = -1
 
     @property
+    def resident(self) -> bool:
+        """Whether everything is on the device, without a cap."""
+        return self.arm.endswith("resident")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether steps are evaluations."""
+        return self.arm.startswith("eval")
+
+    @property
     def tokens(self) -> int:
         """Tokens a step."""
         return self.batch * self.sequence
@@ -71,8 +83,16 @@ def make_meta_model(size: str, dtype: torch.dtype) -> nn.Module:
 NOISE = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)) * 0.02
 
 
+ROTARY = ("inv_freq", "original_inv_freq")
+
+
+def rotary_frequencies(count: int) -> torch.Tensor:
+    """Return the rotary frequencies, which are no saved weights."""
+    return 1.0 / (10000.0 ** (torch.arange(count, dtype=torch.float32) / count))
+
+
 def fill(module: nn.Module) -> None:
-    """Give a module's own parameters weights: ones for norms, repeated noise for matrices (drawing all would take minutes)."""
+    """Give a module's own parameters weights: ones for norms, repeated noise for matrices (drawing all takes minutes)."""
     for parameter in module.parameters(recurse=False):
         if parameter.dim() == 1:
             parameter.fill_(1.0)
@@ -82,9 +102,8 @@ def fill(module: nn.Module) -> None:
             part = flat[start : start + NOISE.numel()]
             part.copy_(NOISE[: part.numel()])
     for name, buffer in module.named_buffers(recurse=False):
-        if name in ("inv_freq", "original_inv_freq"):
-            count = buffer.numel()
-            buffer.copy_(1.0 / (10000.0 ** (torch.arange(count, dtype=torch.float32) / count)))
+        if name in ROTARY:
+            buffer.copy_(rotary_frequencies(buffer.numel()))
 
 
 @dataclasses.dataclass
@@ -96,18 +115,19 @@ class Trainee:
 
 
 def make_protrain(job: Job, device: str) -> Trainee:
-    """Return the model prepared by protrain, under the job's cap or (arm ``resident``) with everything on the device."""
+    """Return the model prepared by protrain, under the job's cap or (``resident``) with everything on the device."""
     import protrain_compile as protrain
     from protrain_compile.backend import protrain as backend
 
     model = make_meta_model(job.size, torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    plan = protrain.Plan.uniform("recompute", "persistent" if job.arm == "resident" else None)
+    forced = "persistent" if job.resident else "offloaded" if job.evaluates else None
+    plan = protrain.Plan.uniform("recompute", forced)
     if job.persistent >= 0:
         chunks = SIZES[job.size]["num_hidden_layers"] + 2
         residency = ("persistent",) * job.persistent + ("offloaded",) * (chunks - job.persistent)
         plan = dataclasses.replace(plan, residency=residency)
-    budget = None if job.arm == "resident" else int(job.cap_gib * 2**30)
+    budget = None if job.resident else int(job.cap_gib * 2**30)
     model, optimizer = protrain.prepare(
         model,
         optimizer,
@@ -117,7 +137,7 @@ def make_protrain(job: Job, device: str) -> Trainee:
         memory_budget=budget,
         max_grad_norm=1.0 if job.clip else None,
     )
-    compiled = torch.compile(model, backend=backend, options={"schedule": "off" if job.arm == "resident" else "print"})
+    compiled = torch.compile(model, backend=backend, options={"schedule": "off" if job.resident else "print"})
     managed: Any = optimizer._managed  # type: ignore[attr-defined]
 
     def report() -> dict[str, Any]:
@@ -126,6 +146,8 @@ def make_protrain(job: Job, device: str) -> Trainee:
         kinds = residency.store.spec.residency
         return {**counters, "mode": residency.mode, "persistent": kinds.count("persistent"), "chunks": len(kinds)}
 
+    if job.evaluates:
+        return Trainee(_evaluator(job, compiled, device), report)
     return Trainee(_trainer(job, compiled, optimizer, device, None), report)
 
 
@@ -146,18 +168,16 @@ def make_fsdp2(job: Job, device: str) -> Trainee:
     fully_shard(model, **options)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             parameter._local_tensor.fill_(1.0) if parameter.dim() == 1 else _fill_local(parameter)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name in ("inv_freq", "original_inv_freq"):
-                    count = buffer.numel()
-                    values = 1.0 / (10000.0 ** (torch.arange(count, dtype=torch.float32) / count))
-                    module._buffers[name] = values.to(device)
+                if name in ROTARY:
+                    module._buffers[name] = rotary_frequencies(buffer.numel()).to(device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return Trainee(_trainer(job, model, optimizer, device, model if job.clip else None), lambda: {})
+    return Trainee(_trainer(job, model, optimizer, device, model if job.clip else None), dict)
 
 
 def _fill_local(parameter: Any) -> None:
@@ -184,11 +204,42 @@ def _trainer(job: Job, model: Any, optimizer: Any, device: str, clipped: Any) ->
     return step
 
 
+def _evaluator(job: Job, model: Any, device: str) -> Callable[[], torch.Tensor]:
+    tokens = torch.randint(0, 32000, (job.batch, job.sequence), generator=torch.Generator().manual_seed(0)).to(device)
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=tokens, logits_to_keep=1).logits
+        return logits.float().mean()
+
+    return step
+
+
+def link_gb_s(size_bytes: int = 1 << 30) -> float:
+    """Return the rate of copying one pinned slab to the device, in GB/s."""
+    from protrain_compile.runtime.host_memory import CudaRegistrar, HostMemory
+
+    memory = HostMemory(CudaRegistrar())
+    host = memory.allocate(size_bytes, "link").tensor(0, size_bytes, torch.uint8)
+    device = torch.empty_like(host, device="cuda")
+    seconds = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return size_bytes / min(seconds) / 1e9
+
+
 def measure(job: Job) -> dict[str, Any]:
     """Run one job in this process."""
     device = common.default_device()
     on_gpu = device.startswith("cuda")
-    if on_gpu and job.arm != "resident":
+    link = link_gb_s() if on_gpu and job.evaluates and not job.resident else 0.0
+    if on_gpu:
+        torch.cuda.empty_cache()
+    if on_gpu and not job.resident:
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(job.cap_gib * 2**30 / total)
     start = time.perf_counter()
@@ -220,6 +271,7 @@ def measure(job: Job) -> dict[str, Any]:
         "rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "launch_s": stamps,
         "state": after,
+        "link_gb_s": link,
         "per_step": {k: (after[k] - before[k]) / job.steps for k in after if k.endswith("bytes") or k == "misses"},
     }
     if on_gpu:
@@ -276,13 +328,17 @@ HEADER = ("arm", "tokens/s", "step ms", "peak GiB", "reserved GiB", "retries", "
 def main() -> int:
     """Run the arms one after another and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arms", default="protrain,resident,fsdp2", help="comma list; +clip after a name clips gradients")
+    parser.add_argument(
+        "--arms", default="protrain,resident,fsdp2", help="comma list; +clip after a name clips gradients"
+    )
     parser.add_argument("--size", choices=sorted(SIZES), default="3b")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--cap-gib", type=float, default=24.0)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--persistent", type=int, default=-1, help="how many chunks are persistent; -1: the default rule")
+    parser.add_argument(
+        "--persistent", type=int, default=-1, help="how many chunks are persistent; -1: the default rule"
+    )
     parser.add_argument("--timeline", action="store_true", help="profile one more step of the protrain arms")
     parser.add_argument("--timeout", type=float, default=170.0, help="seconds for one arm")
     parser.add_argument("--output", help="write a markdown result here")
@@ -304,7 +360,7 @@ def main() -> int:
             clip=clip == "clip",
             steps=given.steps,
             timeline=given.timeline and arm != "fsdp2",
-            persistent=-1 if arm == "resident" else given.persistent,
+            persistent=-1 if arm.endswith("resident") else given.persistent,
         )
         results.append(run_child(job, given.timeout))
         print(json.dumps({k: v for k, v in results[-1].items() if k not in ("schedule", "timeline")}), flush=True)
@@ -313,12 +369,13 @@ def main() -> int:
             print("\n".join(Timeline(**result["timeline"]).lines()))
     print(common.table(HEADER, [describe(result) for result in results]))
     if given.json:
-        with open(given.json, "w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
+        Path(given.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
     if given.output:
-        notes = [f"Llama {given.size}, batch {given.batch}, sequence {given.sequence}, cap {given.cap_gib:g} GiB (resident: none)"]
+        shape = f"Llama {given.size}, batch {given.batch}, sequence {given.sequence}"
+        notes = (f"{shape}; cap {given.cap_gib:g} GiB, none for resident arms",)
         rows = tuple(describe(result) for result in results)
-        common.Result("Model states", "bench.states", common.default_device(), HEADER, rows, tuple(notes)).write(given.output)
+        result = common.Result("Model states", "bench.states", common.default_device(), HEADER, rows, notes)
+        result.write(given.output)
     return int(any("error" in result for result in results))
 
 

@@ -1,8 +1,9 @@
-"""A timeline of one training step on a CUDA device: how busy compute and the copy directions are, and where compute waits."""
+"""A timeline of one training step on a CUDA device: how busy compute and copies are, and where compute waits."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ class Timeline:
     Attributes:
         span_ms: From the first to the last device activity.
         compute_ms: Time in which some kernel runs.
-        h2d_ms: Time in which some host-to-device copy runs; ``h2d_gib`` its bytes.
+        h2d_ms: Time in which some host-to-device copy runs.
         d2h_ms: The other direction.
         overlapped_ms: Copy time beside a running kernel.
         short_gaps_ms: Pauses of compute below the listing limit, summed.
@@ -30,9 +31,7 @@ class Timeline:
     span_ms: float
     compute_ms: float
     h2d_ms: float
-    h2d_gib: float
     d2h_ms: float
-    d2h_gib: float
     overlapped_ms: float
     short_gaps_ms: float
     gaps: list[tuple[float, float, str, str]]
@@ -41,16 +40,14 @@ class Timeline:
         """Return the timeline as text."""
         text = [
             f"timeline: span {self.span_ms:.1f} ms, compute busy {self.compute_ms:.1f} ms "
-            f"({self.compute_ms / self.span_ms:.1%}), h2d {self.h2d_ms:.1f} ms ({_rate(self.h2d_gib, self.h2d_ms)}), "
-            f"d2h {self.d2h_ms:.1f} ms ({_rate(self.d2h_gib, self.d2h_ms)}), copies beside compute "
+            f"({self.compute_ms / self.span_ms:.1%}), h2d {self.h2d_ms:.1f} ms, d2h {self.d2h_ms:.1f} ms, copies beside compute "
             f"{self.overlapped_ms:.1f} ms; gaps under {GAP_MS} ms sum to {self.short_gaps_ms:.1f} ms"
         ]
-        text += [f"  gap at {begin:8.1f} ms: {length:7.2f} ms   {before} -> {after}" for begin, length, before, after in self.gaps]
+        text += [
+            f"  gap at {begin:8.1f} ms: {length:7.2f} ms   {before} -> {after}"
+            for begin, length, before, after in self.gaps
+        ]
         return text
-
-
-def _rate(gib: float, ms: float) -> str:
-    return f"{gib:.2f} GiB, {gib * 1.0737 / (ms / 1e3):.1f} GB/s" if ms else "none"
 
 
 def record_step(step: Callable[[], Any]) -> Timeline:
@@ -62,18 +59,18 @@ def record_step(step: Callable[[], Any]) -> Timeline:
     return summarize(_device_events(profiler))
 
 
-def _device_events(profiler: Any) -> list[tuple[float, float, str, int]]:
-    """Return ``(begin ms, end ms, name, bytes)`` of what ran on the device, in order."""
+def _device_events(profiler: Any) -> list[tuple[float, float, str]]:
+    """Return ``(begin ms, end ms, name)`` of what ran on the device, in order."""
     found = []
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() != torch.autograd.DeviceType.CUDA:
             continue
         begin = event.start_ns() / 1e6
-        found.append((begin, begin + event.duration_ns() / 1e6, event.name(), event.nbytes()))
+        found.append((begin, begin + event.duration_ns() / 1e6, event.name()))
     return sorted(found)
 
 
-def summarize(events: list[tuple[float, float, str, int]]) -> Timeline:
+def summarize(events: list[tuple[float, float, str]]) -> Timeline:
     """Return the timeline of device events."""
     events = [event for event in events if "ProfilerStep" not in event[2] and event[1] > event[0]]
     h2d = [e for e in events if "HtoD" in e[2]]
@@ -82,9 +79,9 @@ def summarize(events: list[tuple[float, float, str, int]]) -> Timeline:
     start = events[0][0]
     busy = _union(kernels)
     gaps, short = [], 0.0
-    named = {end: name for _, end, name, _ in kernels}
-    begins = {begin: name for begin, _, name, _ in kernels}
-    for (_, end), (begin, _) in zip(busy, busy[1:], strict=False):
+    named = {end: name for _, end, name in kernels}
+    begins = {begin: name for begin, _, name in kernels}
+    for (_, end), (begin, _) in itertools.pairwise(busy):
         if begin - end < GAP_MS:
             short += begin - end
         else:
@@ -93,20 +90,14 @@ def summarize(events: list[tuple[float, float, str, int]]) -> Timeline:
         span_ms=max(e[1] for e in events) - start,
         compute_ms=_length(busy),
         h2d_ms=_length(_union(h2d)),
-        h2d_gib=_gib(h2d),
         d2h_ms=_length(_union(d2h)),
-        d2h_gib=_gib(d2h),
         overlapped_ms=_overlap(busy, _union([*h2d, *d2h])),
         short_gaps_ms=short,
         gaps=gaps,
     )
 
 
-def _gib(events: list[tuple[float, float, str, int]]) -> float:
-    return sum(e[3] for e in events) / 2**30
-
-
-def _union(events: list[tuple[float, float, str, int]]) -> list[tuple[float, float]]:
+def _union(events: list[tuple[float, float, str]]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
     for begin, end, *_ in sorted(events):
         if merged and begin <= merged[-1][1]:
