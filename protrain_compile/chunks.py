@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Literal, get_args
 
 import torch
@@ -115,3 +116,8 @@ class ChunkBinding:
     buffers: int
     place_of: dict[int, tuple[int, int]]
     gathered: frozenset[int] = frozenset()
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Equal for bindings that one schedule can serve."""
+        return (self.layout, self.residency, self.buffers, tuple(self.place_of.items()), self.gathered)

@@ -90,7 +90,7 @@ class CompiledGraph:
         """
         fitted = plan.fit(self.program.block_names)
         chunks = self._chunks(plan, binding) if binding is not None and binding.managed is not None else None
-        key = (fitted, None if chunks is None else tuple(chunks.place_of.items()))
+        key = (fitted, None if chunks is None else chunks.key)
         if key not in self._schedules:
             schedule = Schedule(self.program, fitted, self._artefacts, chunks=chunks)
             self.records += schedule_pipeline(print_after=self._options.print_after).run(schedule)
