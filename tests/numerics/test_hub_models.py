@@ -46,7 +46,9 @@ def test_encoder_and_decoder() -> None:
 def test_experts_without_breaks() -> None:
     """Experts as one batched product: no list of experts that could be taken for blocks."""
     torch.manual_seed(0)
-    check_plans(hub.mixtral(transformers, "batched_mm"), hub.causal_step, blocks=hub.LAYERS, templates=3)
+    model = hub.mixtral(transformers, "batched_mm")
+    # Its backward accumulates with index_put, which adds in no fixed order on several threads.
+    check_plans(model, hub.causal_step, blocks=hub.LAYERS, templates=3, recompute_bitwise=False)
 
 
 def test_experts_that_break_the_graph() -> None:
