@@ -315,6 +315,8 @@ class ManagedModel:
             return None
         self.guard.gradient_read(self.specs[index].name)
         _, where = self.residency.store.slot_range(index)
+        if self.layout.chunks[chunk].dtype != self.specs[index].dtype:
+            self.residency.widen(chunk)
         view = self.residency.waiting_gradient(chunk)[where].view(self.specs[index].shape)
         self._handed_out.append(weakref.ref(view))
         return view

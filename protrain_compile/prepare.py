@@ -73,7 +73,7 @@ def prepare(
     )
     materialize(model, init)
     named = list(model.named_parameters())
-    book = UpdateBook(optimizer, _groups(named, optimizer))
+    book = UpdateBook(optimizer, _groups(named, optimizer), [parameter.dtype for _, parameter in named])
     for index, (_, parameter) in enumerate(named):
         book.give(index, optimizer.state.get(parameter, {}), None)
     managed = ManagedModel(named, book, preparation)

@@ -269,6 +269,11 @@ class ChunkResidency:
         self.worker.drain()
         return self.store.accumulators[chunk]
 
+    def widen(self, chunk: int) -> None:
+        """Move a gradient that waits in its landing to the accumulator, where gradients have their full type."""
+        if chunk in self._landed:
+            self._accumulate(chunk, first=chunk not in self.store.accumulators)
+
     def close(self) -> None:
         """End the worker and free what the residency holds."""
         self.worker.close()

@@ -32,12 +32,14 @@ class UpdateBook:
         optimizer: The user's optimizer, not managed yet. Edits of its ``param_groups`` are seen; it is held weakly,
             since its parameters lead back here.
         group_of: For every managed parameter, the number of its param group; None for a frozen one.
+        dtypes: For every managed parameter, the data type that the user sees.
     """
 
-    def __init__(self, optimizer: Optimizer, group_of: Sequence[int | None]) -> None:
+    def __init__(self, optimizer: Optimizer, group_of: Sequence[int | None], dtypes: Sequence[torch.dtype]) -> None:
         self._type = type(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self.group_of = tuple(group_of)
+        self._dtypes = tuple(dtypes)
         self.steps = [0] * len(group_of)
         self._given: dict[int, Mapping[str, Any]] = {}
         self._first: tuple[UpdateRule, ...] = ()
@@ -164,7 +166,7 @@ class UpdateBook:
             view = store.moment(parameter, moment)
             if view is not None and moment in kept:
                 state[name] = view.cpu().clone()
-        if store.has_companion(parameter):
+        if self._dtypes[parameter] != torch.float32:
             state[MASTER_NAME] = store.read(parameter, torch.float32).cpu()
         return state
 

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from support.prepared import Stack, Trainee, assert_close, check, eager, prepared, warmed
+from support.prepared import Stack, Trainee, assert_close, check, eager, forced, prepared, warmed
 from torch import Tensor
 
 from protrain_compile import DoorError
@@ -183,6 +183,31 @@ def test_declared_norm_clips_what_was_changed(residency: str) -> None:
             each.update()
     for p, q in zip(trainee.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
         assert_close("parameter", p, q)
+
+
+@pytest.mark.parametrize("norm", [None, math.inf])
+def test_autocast(residency: str, norm: float | None) -> None:
+    """A parameter that travels as 16 bits shows a gradient of its own type, and no master in the optimizer's state."""
+    model = Stack()
+    plain, trainee = eager(model), prepared(model, forced(residency, chunk_bytes=1_000), max_grad_norm=norm)
+    for seed in range(3):
+        for each in (plain, trainee):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = each.forward(seed)
+            loss.backward()
+        for p, q in zip(trainee.model.parameters(), plain.model.parameters(), strict=True):
+            assert_close("gradient", p.grad, q.grad, rtol=2e-2)  # of bf16 products, added in another order
+        exact = torch.stack([p.grad.double().norm() for p in trainee.model.parameters()]).norm()
+        found = torch.nn.utils.clip_grad_norm_(trainee.model.parameters(), 1e-3)
+        assert_close("norm", found.double(), exact)
+        torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1e-3)
+        for each in (plain, trainee):
+            each.update()
+    ours, theirs = trainee.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
+    assert [list(state) for state in ours.values()] == [list(state) for state in theirs.values()]
+    assert all(value.dtype == torch.float32 for value in trainee.model.state_dict().values())
+    for p, q in zip(trainee.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
+        assert_close("parameter", p, q, rtol=2e-2)
 
 
 def test_impossible_assignments(residency: str) -> None:
