@@ -20,6 +20,7 @@ graphs that run::
 
 from __future__ import annotations
 
+import protrain_compile  # noqa: F401 - first, so that either package may be imported first
 from passes.apply_policies import ApplyPolicies
 from passes.dedupe_templates import DedupeTemplates
 from passes.hoist_casts import HoistCasts

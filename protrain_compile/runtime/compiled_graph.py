@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from passes import PassRecord, schedule_pipeline
+import passes  # either package may be imported first
+from passes.interface import PassRecord
 from protrain_compile import compat
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.chunks import ChunkBinding
@@ -93,7 +94,7 @@ class CompiledGraph:
         key = (fitted, None if chunks is None else chunks.key)
         if key not in self._schedules:
             schedule = Schedule(self.program, fitted, self._artefacts, chunks=chunks)
-            self.records += schedule_pipeline(print_after=self._options.print_after).run(schedule)
+            self.records += passes.schedule_pipeline(print_after=self._options.print_after).run(schedule)
             self._artefacts.compile()
             self._schedules[key] = schedule
         return self._schedules[key]
