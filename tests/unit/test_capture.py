@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.capture import capture
-from support.models import GPT, Llama, tokens
+from support.light import GPT
+from support.models import Llama, tokens
 from torch import Tensor, nn
 
 from protrain_compile.capture import source_name

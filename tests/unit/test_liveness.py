@@ -7,8 +7,9 @@ import operator
 import pytest
 import torch
 from support.capture import gpt_program, mixed, schedule_of, write_schedule
+from support.light import GPT
 from support.memory import measured_live_bytes
-from support.models import GPT, Llama, tokens
+from support.models import Llama, tokens
 from torch import Tensor, fx, nn
 
 from protrain_compile import Plan, ops

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.capture import capture
-from support.models import GPT, WIDTH, GPTBlock, tokens
+from support.light import GPT, WIDTH, Block
+from support.models import tokens
 from torch import Tensor, fx, nn
 from torch._inductor import inductor_prims
 from torch.utils.checkpoint import checkpoint
@@ -50,7 +51,7 @@ class Noise(nn.Module):
 def test_dropout_of_a_decoder() -> None:
     before = capture(GPT(3, dropout=0.1), tokens())
     count = len(calls(before, aten.rand.default))
-    assert count > 3
+    assert count == 3
     program, changed = seeded(GPT(3, dropout=0.1), tokens())
     assert changed
     assert calls(program, aten.rand.default) == []
@@ -66,7 +67,7 @@ def test_seeds_are_made_in_the_prologue_and_used_in_the_blocks() -> None:
     program, _ = seeded(GPT(3, dropout=0.1), tokens())
     made = calls(program, inductor_prims.seeds) + calls(program, inductor_prims.lookup_seed)
     assert {program.stage_of[node] for node in made} == {0}
-    assert {program.stage_of[node] for node in calls(program, inductor_prims.random)} == {0, 1, 2, 3}
+    assert {program.stage_of[node] for node in calls(program, inductor_prims.random)} == {1, 2, 3}
     assert set(program.stage_of) == set(program.calls())
     assert not program.backward_nodes & set(made)
 
@@ -126,11 +127,13 @@ def test_other_draws_stay() -> None:
 
 
 def test_draws_in_a_checkpoint_lose_the_wish_to_be_recomputed() -> None:
-    class Checkpointed(GPTBlock):
+    class Checkpointed(Block):
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
-    program, _ = seeded(GPT(2, dropout=0.1, block=Checkpointed), tokens(), inductor_draws=False)
+    model = GPT(0)
+    model.blocks.extend(Checkpointed(dropout=0.1) for _ in range(2))
+    program, _ = seeded(model, tokens(), inductor_draws=False)
     draws = [node for node in program.calls() if node.op == "call_function" and draws_randomness(node)]
     marked = [node.meta["recompute"] for node in draws if "recompute" in node.meta]
     assert draws
