@@ -108,9 +108,7 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        size = shape.width // shape.heads
-        rates = 10000.0 ** (-torch.arange(0, size, 2) / size)
-        angles = torch.outer(torch.arange(shape.sequence), rates).repeat(1, 2)
+        angles = rotary_angles(shape)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for parameter in self.parameters():
@@ -124,6 +122,13 @@ class Llama(nn.Module):
             x = block(x, self.cos, self.sin)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def rotary_angles(shape: Shape) -> Tensor:
+    """Return the rotary angles, of shape ``(sequence, head size)``."""
+    size = shape.width // shape.heads
+    rates = 10000.0 ** (-torch.arange(0, size, 2) / size)
+    return torch.outer(torch.arange(shape.sequence), rates).repeat(1, 2)
 
 
 def make_model(shape: Shape, device: str, dtype: torch.dtype = torch.float32) -> Llama:

@@ -63,6 +63,10 @@ class Job:
         return self.batch * self.sequence
 
 
+WIDE = common.Shape(layers=16, sequence=1024)
+"""3.5B parameters in blocks whose attention has a fused kernel under every mask (head size 128); for evaluation."""
+
+
 def make_config(size: str) -> Any:
     """Return the transformers configuration."""
     from transformers import LlamaConfig
@@ -72,6 +76,9 @@ def make_config(size: str) -> Any:
 
 def make_meta_model(size: str, dtype: torch.dtype) -> nn.Module:
     """Return the model on the meta device."""
+    if size == "wide":
+        with torch.device("meta"):
+            return common.Llama(WIDE).to(dtype)
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):
@@ -93,6 +100,10 @@ def rotary_frequencies(count: int) -> torch.Tensor:
 
 def fill(module: nn.Module) -> None:
     """Give a module's own parameters weights: ones for norms, repeated noise for matrices (drawing all takes minutes)."""
+    if isinstance(module, common.Llama):
+        angles = common.rotary_angles(module.shape)
+        module.cos.copy_(angles.cos())
+        module.sin.copy_(angles.sin())
     for parameter in module.parameters(recurse=False):
         if parameter.dim() == 1:
             parameter.fill_(1.0)
@@ -209,8 +220,8 @@ def _evaluator(job: Job, model: Any, device: str) -> Callable[[], torch.Tensor]:
 
     @torch.no_grad()
     def step() -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=tokens, logits_to_keep=1).logits
-        return logits.float().mean()
+        loss: torch.Tensor = model(tokens, tokens)
+        return loss
 
     return step
 
@@ -331,7 +342,7 @@ def main() -> int:
     parser.add_argument(
         "--arms", default="protrain,resident,fsdp2", help="comma list; +clip after a name clips gradients"
     )
-    parser.add_argument("--size", choices=sorted(SIZES), default="3b")
+    parser.add_argument("--size", choices=[*sorted(SIZES), "wide"], default="3b", help="wide: for eval arms")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--cap-gib", type=float, default=24.0)
@@ -348,6 +359,8 @@ def main() -> int:
     if given.job:
         print("RESULT " + json.dumps(measure(Job(**json.loads(given.job)))), flush=True)
         return 0
+    if ("eval" in given.arms) != (given.size == "wide"):
+        parser.error("--arms: eval and eval-resident go with --size wide, the other arms with the other sizes")
     results = []
     for name in given.arms.split(","):
         arm, _, clip = name.partition("+")
