@@ -16,7 +16,6 @@ from torch import fx
 
 from protrain_compile.program import Program, Segment, Template, fake_value
 
-
 ALIGNMENT_BYTES = 16
 """Kernels compiled for an aligned input assume no more than this."""
 

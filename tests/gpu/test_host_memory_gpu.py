@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-import time
 import warnings
 
 import pytest
