@@ -56,7 +56,8 @@ PEAK = """
     from protrain_compile.updates.host import make_host_updater
 
     def resident(): return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-    def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def peak():  # ru_maxrss begins with that of the process that forked this one
+        return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
 
     dtype, residency = getattr(torch, sys.argv[1]), sys.argv[2]
     make_host_updater().close()
