@@ -39,8 +39,9 @@ def _on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in own)
 
 
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+def _named_tensors(model: nn.Module, *, every_name: bool = False) -> list[tuple[str, torch.Tensor]]:
+    once = not every_name
+    return [*model.named_parameters(remove_duplicate=once), *model.named_buffers(remove_duplicate=once)]
 
 
 def _allocate(module: nn.Module) -> None:
@@ -62,24 +63,34 @@ def _load(model: nn.Module, modules: list[nn.Module], path: Path) -> None:
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise OptionError(f"init={str(path)!r}: no safetensors file there")
-    names = {id(module): name for name, module in model.named_modules()}
     open_files = [safe_open(str(file), framework="pt") for file in files]
-    where = {key: file for file in open_files for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+    where: dict[str, Any] = {key: file for file in open_files for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+    found = _find(model, where)
     for module in modules:
-        prefix = names[id(module)]
         _allocate(module)
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for local, tensor in own:
-            _fill(tensor, f"{prefix}.{local}" if prefix else local, where, local in module._non_persistent_buffers_set)
-
-
-def _fill(tensor: torch.Tensor, name: str, where: dict[str, Any], optional: bool) -> None:
-    if name not in where:
-        if optional:
-            raise OptionError(f"init: buffer {name} is not saved in files; make it on the CPU before prepare")
-        raise OptionError(f"init: the file has no tensor {name}")
-    value = where[name].get_tensor(name)
-    if value.shape != tensor.shape:
-        raise OptionError(f"init: {name} is {tuple(value.shape)} in the file and {tuple(tensor.shape)} in the model")
+    tensors = dict(_named_tensors(model))
     with torch.no_grad():
-        tensor.copy_(value)
+        for name, key in found.items():
+            tensors[name].copy_(where[key].get_tensor(key))
+
+
+def _find(model: nn.Module, where: dict[str, Any]) -> dict[str, str]:
+    """Return the key in the files of every tensor on ``meta``; a tied one is saved under any of its names."""
+    names: dict[int, list[str]] = {}
+    tensors = _named_tensors(model, every_name=True)
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            names.setdefault(id(tensor), []).append(name)
+    found = {}
+    for name, tensor in tensors:
+        if not tensor.is_meta or names[id(tensor)][0] != name:
+            continue
+        key = next((each for each in names[id(tensor)] if each in where), None)
+        if key is None:
+            kind = "" if isinstance(tensor, nn.Parameter) else "; a buffer that is not saved must be on the CPU before"
+            raise OptionError(f"init: the file has no tensor {name}{kind}")
+        shape = tuple(where[key].get_slice(key).get_shape())
+        if shape != tuple(tensor.shape):
+            raise OptionError(f"init: {key} is {shape} in the file and {tuple(tensor.shape)} in the model")
+        found[name] = key
+    return found
