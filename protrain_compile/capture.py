@@ -76,6 +76,7 @@ def capture_program(
         num_outputs: How many results are forward outputs; the others are gradients.
         differentiable: Whether ``graph`` is a joint graph.
     """
+    unify_symbols(graph)
     placeholders = list(graph.graph.find_nodes(op="placeholder"))
     output = graph.graph.output_node()
     results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
@@ -99,3 +100,19 @@ def capture_program(
             )
         )
     return Program(name, graph, tuple(inputs), num_outputs, differentiable)
+
+
+def unify_symbols(graph: fx.GraphModule) -> None:
+    """Compute every symbolic size once, where the graph has it first.
+
+    Tracing computes a size anew until it has a cached node for it, so that the first block of a model would take its
+    sizes from other nodes than the later ones do, and be of another structure.
+    """
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        if not is_symbol(node):
+            continue
+        source = first.setdefault((type(fake_value(node)), fake_value(node).node.expr), node)
+        if source is not node and node.op != "placeholder":
+            node.replace_all_uses_with(source)
+            graph.graph.erase_node(node)

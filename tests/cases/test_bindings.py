@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.compare import alternating, assert_same, compile_model, run_step
-from support.models import GPT, WIDTH, GPTBlock, tokens
+from support.light import GPT, WIDTH, Block
+from support.models import tokens
 from torch import Tensor, nn
 
 import protrain_compile
@@ -60,7 +61,7 @@ def test_parameters_replaced_between_calls() -> None:
     run_step(compiled, step, owner=model)
     protrain_compile.schedule(compiled).use(Plan.uniform("recompute"))
     model.head.weight = nn.Parameter(torch.randn_like(model.head.weight))
-    model.blocks[1] = GPTBlock()
+    model.blocks[1] = Block()
     expected = run_step(copy.deepcopy(model), step)
     assert_same(run_step(compiled, step, owner=model), expected)
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)

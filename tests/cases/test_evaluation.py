@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.compare import compile_model
-from support.models import GPT, tokens
+from support.light import GPT
+from support.models import tokens
 
 import protrain_compile
 from protrain_compile import Plan

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 
 import torch
+from support import models
 from support.compare import assert_same, check_plans, compile_model, run_step
-from support.models import GPT, WIDTH, GPTBlock, tokens
+from support.light import GPT, WIDTH, Block
+from support.models import tokens
 from torch import Tensor, nn
 
 from protrain_compile import Plan
@@ -30,7 +32,7 @@ class LoRA(nn.Module):
 
 
 def test_adapters_only() -> None:
-    model = GPT(4).requires_grad_(False)
+    model = models.GPT(4).requires_grad_(False)
     for block in model.blocks:
         block.attention.qkv, block.up = LoRA(block.attention.qkv), LoRA(block.up)
     schedule = check_plans(model, step, blocks=4)
@@ -41,7 +43,7 @@ def test_adapters_only() -> None:
 def test_frozen_lower_blocks() -> None:
     """Blocks below the lowest trainable weight have no backward; the plan still lists them."""
     model = GPT(4, tied=False)
-    for part in (model.embed, model.positions, model.blocks[0], model.blocks[1]):
+    for part in (model.embed, model.blocks[0], model.blocks[1]):
         part.requires_grad_(False)
     schedule = check_plans(model, step, blocks=4, templates=6)
     nodes = schedule.graphs["backward"].graph.nodes
@@ -86,5 +88,5 @@ def test_frozen_backbone_with_a_head() -> None:
 
 def test_block_frozen_in_the_middle() -> None:
     model = GPT(4)
-    model.blocks[2] = GPTBlock().requires_grad_(False)
+    model.blocks[2] = Block().requires_grad_(False)
     check_plans(model, step, blocks=4)

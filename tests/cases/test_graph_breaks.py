@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from support.compare import assert_same, compile_model, run_step
-from support.models import GPT, WIDTH, GPTBlock, tokens
+from support.light import GPT, Block
+from support.models import tokens
 from torch import Tensor, nn
 
 import protrain_compile
@@ -18,35 +19,35 @@ def step(model: nn.Module) -> Tensor:
     return model(tokens())
 
 
-class PrintingBlock(GPTBlock):
-    """Breaks the graph between attention and MLP."""
-
-    def __init__(self, width: int = WIDTH, *, dropout: float = 0.0) -> None:
-        super().__init__(width, dropout=dropout)
+class BreakingBlock(Block):
+    """Breaks the graph in the middle."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.ln_1(x))
+        y = self.up(self.norm(x))
         torch._dynamo.graph_break()
-        return x + self.down(torch.relu(self.up(self.ln_2(x))))
+        return x + self.down(torch.relu(y))
 
 
-class ItemBlock(GPTBlock):
+class ItemBlock(Block):
     """Reads a number back, and branches on it."""
 
-    def __init__(self, width: int = WIDTH, *, dropout: float = 0.0) -> None:
-        super().__init__(width, dropout=dropout)
-
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.ln_1(x))
-        if x.abs().max().item() > 1e6:
-            x = x * 0
-        return x + self.down(torch.relu(self.up(self.ln_2(x))))
+        y = self.up(self.norm(x))
+        if y.abs().max().item() > 1e6:
+            y = y * 0
+        return x + self.down(torch.relu(y))
 
 
-@pytest.mark.parametrize("block", [PrintingBlock, ItemBlock])
+def stack(block: type[Block], blocks: int) -> GPT:
+    model = GPT(blocks)
+    model.blocks = nn.ModuleList(block() for _ in range(blocks))
+    return model
+
+
+@pytest.mark.parametrize("block", [BreakingBlock, ItemBlock])
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_break_in_every_block(block: type[GPTBlock], policy: str) -> None:
-    model = GPT(6, block=block)
+def test_break_in_every_block(block: type[Block], policy: str) -> None:
+    model = stack(block, 6)
     eager = run_step(copy.deepcopy(model), step)
     compiled = compile_model(model, plan=Plan.uniform(policy))
     for _ in range(2):
@@ -61,7 +62,7 @@ def test_break_in_every_block(block: type[GPTBlock], policy: str) -> None:
 
 
 def test_report_names_the_reason() -> None:
-    model = GPT(3, block=PrintingBlock)
+    model = stack(BreakingBlock, 3)
     compiled = compile_model(model)
     compiled(tokens())
     reasons = [
@@ -73,7 +74,7 @@ def test_report_names_the_reason() -> None:
 
 def test_break_in_one_block() -> None:
     model = GPT(4)
-    model.blocks[1] = PrintingBlock()
+    model.blocks[1] = BreakingBlock()
     eager = run_step(copy.deepcopy(model), step)
     compiled = compile_model(model)
     assert_same(run_step(compiled, step, owner=model), eager)
@@ -83,7 +84,7 @@ def test_break_in_one_block() -> None:
 
 def test_two_forwards_of_shared_pieces() -> None:
     """Twelve contexts of one compiled block are alive at once, in two forwards; backwards in either order."""
-    model = GPT(6, block=PrintingBlock)
+    model = stack(BreakingBlock, 6)
     eager = copy.deepcopy(model)
     expected = [run_step(eager, lambda m, i=i: m(tokens(seed=i))) for i in range(2)]
     compiled = compile_model(model)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from support import light
 from support.compare import alternating, compile_model
-from support.models import GPT, WIDTH, GPTBlock, Llama, tokens
+from support.models import GPT, Llama, tokens
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -61,21 +62,19 @@ def predicted(part: Part, name: str) -> list[int]:
     return [found.live_bytes[node] - found.held_bytes for node in nodes if operation_of(node) is not None]
 
 
-class NormBlock(GPTBlock):
+class NormedGPT(light.GPT):
     """Its buffers are graph outputs too."""
 
-    def __init__(self, width: int = WIDTH, *, dropout: float = 0.0) -> None:
-        super().__init__(width, dropout=dropout)
-        self.batch_norm = nn.BatchNorm1d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.batch_norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+    def __init__(self) -> None:
+        super().__init__(3)
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(17)
 
 
 MODELS = {
     "gpt": lambda: GPT(3),
     "llama": lambda: Llama(3),
-    "dropout": lambda: GPT(3, dropout=0.2),
+    "dropout": lambda: light.GPT(3, dropout=0.2),
 }
 
 
@@ -103,7 +102,7 @@ def test_every_operation_of_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_outlives_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = GPT(3, block=NormBlock)
+    model = NormedGPT()
     compiled = compile_model(model)
     compiled(tokens()).backward()
     watch = Watch(monkeypatch, [*model.parameters(), *model.buffers()])
@@ -125,7 +124,7 @@ def test_nothing_outlives_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_recompute_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between forward and backward, recompute holds block inputs where keep holds everything."""
-    model = GPT(6)
+    model = light.GPT(6)
     compiled = compile_model(model)
     compiled(tokens())
     watch = Watch(monkeypatch, [*model.parameters()])
@@ -139,7 +138,7 @@ def test_recompute_keeps_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_retain_graph_keeps_everything_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = GPT(3)
+    model = light.GPT(3)
     compiled = compile_model(model)
     loss = compiled(tokens())
     loss.backward()

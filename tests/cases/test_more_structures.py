@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import light
 from support.compare import alternating, assert_same, check_plans, compile_model, run_step
 from support.models import GPT, VOCABULARY, WIDTH, GPTBlock, tokens
 from torch import Tensor, nn
@@ -25,7 +26,13 @@ class Block(GPTBlock):
         super().__init__(width, dropout=dropout)
 
 
-class ConstantBlock(Block):
+def light_stack(block: type[light.Block], blocks: int) -> light.GPT:
+    model = light.GPT(blocks)
+    model.blocks = nn.ModuleList(block() for _ in range(blocks))
+    return model
+
+
+class ConstantBlock(light.Block):
     """Makes tensors from Python numbers in its forward; tracing lifts them as attributes of the graph."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,18 +41,18 @@ class ConstantBlock(Block):
 
 
 def test_tensor_constants() -> None:
-    schedule = check_plans(GPT(4, block=ConstantBlock), step, blocks=4, templates=4)
+    schedule = check_plans(light_stack(ConstantBlock, 4), step, blocks=4, templates=4)
     assert schedule.parts[0].graph.program.template_of[1:4] == (1, 1, 1)
 
 
 def test_different_constants_in_equal_blocks() -> None:
-    model = GPT(4)
+    model = light.GPT(4)
     for i, block in enumerate(model.blocks):
         block.register_forward_hook(lambda _, __, y, i=i: y * torch.tensor(1.0 + i))
     check_plans(model, step, blocks=4)
 
 
-class CondBlock(Block):
+class CondBlock(light.Block):
     """``torch.cond``: two sub-graphs inside a block."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,12 +61,12 @@ class CondBlock(Block):
 
 
 def test_cond_in_a_block() -> None:
-    check_plans(GPT(3, block=CondBlock), step, blocks=3)
+    check_plans(light_stack(CondBlock, 3), step, blocks=3)
 
 
 def test_blocks_compiled_one_by_one() -> None:
     """Regional compilation: every block is its own compiled call, and all share one entry."""
-    model = GPT(4)
+    model = light.GPT(4)
     expected = run_step(copy.deepcopy(model), step)
     for block in model.blocks:
         block.compile(backend="protrain", options={"compile": "eager", "schedule": "off"})
@@ -72,7 +79,7 @@ def test_blocks_compiled_one_by_one() -> None:
 
 def test_hooks_on_gradients() -> None:
     """Tensor hooks and post-accumulate hooks run as in eager."""
-    model = GPT(3)
+    model = light.GPT(3)
     eager = copy.deepcopy(model)
     seen: dict[str, list[str]] = {"eager": [], "compiled": []}
     for label, owner in (("eager", eager), ("compiled", model)):
@@ -104,7 +111,7 @@ def test_padding_and_sparse_embeddings() -> None:
 
 def test_saved_tensor_hooks_are_refused() -> None:
     """``save_on_cpu`` copies the token that keeps the context: a clear error, no wrong numbers."""
-    model = GPT(3)
+    model = light.GPT(3)
     compiled = compile_model(model)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         loss = step(compiled)
@@ -113,7 +120,7 @@ def test_saved_tensor_hooks_are_refused() -> None:
 
 
 def test_compiled_autograd_is_refused() -> None:
-    model = GPT(3)
+    model = light.GPT(3)
     compiled = compile_model(model)
     loss = step(compiled)
     with (
@@ -124,7 +131,7 @@ def test_compiled_autograd_is_refused() -> None:
 
 
 def test_deep_copy_of_a_compiled_model() -> None:
-    model = GPT(3)
+    model = light.GPT(3)
     compiled = compile_model(model)
     run_step(compiled, step, owner=model)
     copied = copy.deepcopy(compiled)
@@ -141,7 +148,7 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.block = nn.Embedding(VOCABULARY, WIDTH), GPTBlock()
+        self.embed, self.block = nn.Embedding(VOCABULARY, light.WIDTH), light.Block()
 
     def forward(self, ids: Tensor, times: int) -> Tensor:
         x = self.embed(ids)
@@ -207,7 +214,7 @@ def test_values_used_by_every_block() -> None:
 
 def test_one_forward_many_batches_of_plans() -> None:
     """Every plan of three blocks."""
-    model = GPT(3)
+    model = light.GPT(3)
     expected = run_step(copy.deepcopy(model), step)
     compiled = compile_model(model)
     step(compiled)
@@ -223,15 +230,9 @@ def test_one_forward_many_batches_of_plans() -> None:
 def test_batch_norm_under_no_grad() -> None:
     """An inference that mutates buffers (train mode under no_grad) mutates them once."""
 
-    class Normed(Block):
-        def __init__(self, width: int = WIDTH, *, dropout: float = 0.0) -> None:
-            super().__init__(width, dropout=dropout)
-            self.batch_norm = nn.BatchNorm1d(width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.batch_norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
-
-    model = GPT(3, block=Normed)
+    model = light.GPT(3)
+    for block in model.blocks:
+        block.norm = nn.BatchNorm1d(17)
     eager = copy.deepcopy(model)
     compiled = compile_model(model)
     with torch.no_grad():

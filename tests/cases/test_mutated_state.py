@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.compare import check_plans, compile_model
-from support.models import GPT, WIDTH, GPTBlock, tokens
+from support.light import GPT, WIDTH, Block
+from support.models import tokens
 from torch import Tensor, nn
 
 from protrain_compile import Plan
@@ -15,11 +16,17 @@ def step(model: nn.Module) -> Tensor:
     return model(tokens())
 
 
-class NormBlock(GPTBlock):
+def stack(block: type[Block], blocks: int = 3) -> GPT:
+    model = GPT(blocks)
+    model.blocks = nn.ModuleList(block() for _ in range(blocks))
+    return model
+
+
+class NormBlock(Block):
     """BatchNorm over the channels of a block."""
 
     def __init__(self, width: int = WIDTH, *, dropout: float = 0.0) -> None:
-        super().__init__(width, dropout=dropout)
+        super().__init__(width, dropout)
         self.batch_norm = nn.BatchNorm1d(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -27,19 +34,19 @@ class NormBlock(GPTBlock):
 
 
 def test_batch_norm() -> None:
-    schedule = check_plans(GPT(3, block=NormBlock), step, blocks=3)
+    schedule = check_plans(stack(NormBlock), step, blocks=3)
     mutated = [source.name for source in schedule.parts[0].graph.program.inputs if source.mutated]
     assert sum("running_mean" in name for name in mutated) == 3
 
 
-class CountingBlock(GPTBlock):
+class CountingBlock(Block):
     """Counts its calls in a buffer, and scales by the count: the backward needs the value before or after."""
 
     count: Tensor
     total: Tensor
 
     def __init__(self, width: int = WIDTH, *, dropout: float = 0.0) -> None:
-        super().__init__(width, dropout=dropout)
+        super().__init__(width, dropout)
         self.register_buffer("count", torch.ones(()))
         self.register_buffer("total", torch.zeros(width))
 
@@ -52,24 +59,24 @@ class CountingBlock(GPTBlock):
 
 
 def test_counters() -> None:
-    check_plans(GPT(3, block=CountingBlock), step, blocks=3)
+    check_plans(stack(CountingBlock), step, blocks=3)
 
 
 def test_counter_advances_once_a_step() -> None:
-    model = GPT(3, block=CountingBlock)
+    model = stack(CountingBlock)
     compiled = compile_model(model, plan=Plan.uniform("recompute"))
     for number in range(3):
         compiled(tokens()).backward()
         assert [block.count.item() for block in model.blocks] == [number + 2.0] * 3
 
 
-class OldValueBlock(GPTBlock):
+class OldValueBlock(Block):
     """Uses a buffer and then changes it: the backward needs the value from before."""
 
     scale: Tensor
 
     def __init__(self, width: int = WIDTH, *, dropout: float = 0.0) -> None:
-        super().__init__(width, dropout=dropout)
+        super().__init__(width, dropout)
         self.register_buffer("scale", torch.full((width,), 1.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,7 +86,7 @@ class OldValueBlock(GPTBlock):
 
 
 def test_backward_gets_the_value_from_before() -> None:
-    schedule = check_plans(GPT(3, block=OldValueBlock), step, blocks=3)
+    schedule = check_plans(stack(OldValueBlock), step, blocks=3)
     assert "snapshot" in schedule.render(full=True)
 
 
@@ -90,7 +97,7 @@ class ReadThenChanged(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(GPTBlock() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.register_buffer("scale", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,7 +151,7 @@ def test_mutated_input() -> None:
     class Fills(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(GPTBlock() for _ in range(3))
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
 
         def forward(self, x: Tensor, seen: Tensor) -> Tensor:
             for block in self.blocks:

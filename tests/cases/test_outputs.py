@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import alternating, assert_same, compile_model, run_step
-from support.models import WIDTH, GPTBlock
+from support.light import WIDTH, Block
 from torch import Tensor, nn
 
 import protrain_compile
@@ -23,7 +23,7 @@ class Stack(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(GPTBlock() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
 
     def run(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -103,7 +103,7 @@ def test_autograd_grad_with_respect_to_some_parameters() -> None:
     def step(model: Any) -> Any:
         loss = model(inputs(requires_grad=False)).square().mean()
         owner = getattr(model, "_orig_mod", model)
-        return torch.autograd.grad(loss, [owner.blocks[1].up.weight, owner.blocks[0].ln_1.bias])
+        return torch.autograd.grad(loss, [owner.blocks[1].up.weight, owner.blocks[0].norm.bias])
 
     check(Plain(), step)
 
