@@ -18,8 +18,17 @@ from protrain_compile.runtime.compiled_graph import CompiledGraph
 from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.sizes import size_bytes
 
-COLUMNS = ("#", "stream", "op", "what", "saved", "live", "after")
-ALIGNMENT = ("right", "left", "left", "left", "right", "right", "left")
+COLUMNS = {
+    "#": "right",
+    "stream": "left",
+    "op": "left",
+    "what": "left",
+    "saved": "right",
+    "moved": "right",
+    "live": "right",
+    "after": "left",
+}
+"""Columns and their alignment. ``moved`` is left out where nothing moves."""
 
 
 def format_bytes(size: int) -> str:
@@ -95,8 +104,11 @@ def _notes(graph: CompiledGraph) -> list[str]:
 
 def _table(shown: Mapping[str, list[Row | Fold]]) -> list[str]:
     """Return table lines, with a line before each graph and fold lines at the place of the rows they stand for."""
-    cells = [_cells(each) for parts in shown.values() for each in parts if isinstance(each, Row)]
-    aligned = tabulate([COLUMNS, *cells], tablefmt="plain", colalign=ALIGNMENT, disable_numparse=True)
+    rows = [row for parts in shown.values() for row in parts if isinstance(row, Row)]
+    columns = [name for name in COLUMNS if name != "moved" or any(row.operation.moved_bytes for row in rows)]
+    cells = [[cells[name] for name in columns] for cells in map(_cells, rows)]
+    alignment = [COLUMNS[name] for name in columns]
+    aligned = tabulate([columns, *cells], tablefmt="plain", colalign=alignment, disable_numparse=True)
     header, *lines = (line.rstrip() for line in aligned.splitlines())
     remaining = iter(lines)
     found = [header]
@@ -106,11 +118,18 @@ def _table(shown: Mapping[str, list[Row | Fold]]) -> list[str]:
     return found
 
 
-def _cells(row: Row) -> tuple[Any, ...]:
+def _cells(row: Row) -> dict[str, Any]:
     operation = row.operation
-    saved = format_bytes(row.saved_bytes) if row.saved_bytes else "-"
-    live = format_bytes(row.live_bytes)
-    return row.number, operation.stream, operation.op, operation.what, saved, live, format_numbers(row.after)
+    return {
+        "#": row.number,
+        "stream": operation.stream,
+        "op": operation.op,
+        "what": operation.what,
+        "saved": format_bytes(row.saved_bytes) if row.saved_bytes else "-",
+        "moved": format_bytes(operation.moved_bytes) if operation.moved_bytes else "-",
+        "live": format_bytes(row.live_bytes),
+        "after": format_numbers(row.after),
+    }
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
@@ -123,13 +142,14 @@ def format_numbers(numbers: Sequence[int]) -> str:
 
 
 def _fold_line(name: str, each: Fold) -> str:
-    first, last = (each.rows[i].operation.what.removeprefix("block ") for i in (0, -1))
-    blocks = f"block {first}" if each.count == 1 else f"blocks {first} to {last}"
-    policy = "" if name == "inference" else f", {each.policy}"
-    saved = sum(row.saved_bytes for row in each.rows)
-    totals = [f"saved {format_bytes(saved)}"] if saved else []
+    policy = f", {each.policy}" if each.policy and name != "inference" else ""
+    sums = {
+        "saved": sum(row.saved_bytes for row in each.rows),
+        "moved": sum(row.operation.moved_bytes for row in each.rows),
+    }
+    totals = [f"{what} {format_bytes(size)}" for what, size in sums.items() if size]
     totals.append(f"live {format_bytes(each.rows[-1].live_bytes)} after them")
-    return f"[{name}, {blocks} x{each.count}{policy}, same pattern: {', '.join(totals)}]"
+    return f"[{name}, {each.what} x{each.count}{policy}, same pattern: {', '.join(totals)}]"
 
 
 def to_dict(graph: CompiledGraph, schedule: Schedule) -> dict[str, Any]:
@@ -162,6 +182,7 @@ def _row_dict(row: Row) -> dict[str, Any]:
         "op": operation.op,
         "what": operation.what,
         "saved_bytes": row.saved_bytes,
+        "moved_bytes": operation.moved_bytes,
         "live_bytes": row.live_bytes,
         "after": list(row.after),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
@@ -13,6 +12,8 @@ from protrain_compile.liveness import Liveness, kept_sources, saved_bytes, sched
 from protrain_compile.schedule import Operation, Schedule, operation_of
 
 GRAPH_ORDER = ("forward", "backward", "inference")
+MAX_STRETCH = 64
+"""Rows of the longest stretch whose repetitions are looked for: a block with its movements has about ten."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Row:
         operation: What it does.
         saved_bytes: Bytes that it leaves for the backward.
         live_bytes: Bytes alive right after it.
-        after: Numbers of the operations whose results it uses, those of the forward included.
+        after: Numbers of the operations whose results it uses, those of the forward included, and of the operation
+            on the same chunk before it.
         pattern: Equal for rows that do the same to equal segments.
     """
 
@@ -38,16 +40,18 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Rows that repeat the stretch before them, block by block.
+    """Rows that repeat the stretch before them.
 
     Attributes:
         rows: The rows that it stands for.
-        count: How many blocks they belong to.
-        policy: The policy of these blocks.
+        count: How many times they repeat that stretch.
+        what: What they work on, such as ``blocks 2 to 9``.
+        policy: The policy of these blocks; several joined by ``+``; empty if there is none.
     """
 
     rows: tuple[Row, ...]
     count: int
+    what: str
     policy: str
 
 
@@ -76,15 +80,19 @@ def _graph_rows(
     """Return a row per operation of ``module``; add their numbers to ``numbers``, which holds those before them."""
     start = max(numbers.values(), default=0) + 1
     rows: list[Row] = []
+    last_on_chunk: dict[int, int] = {}
     for node in module.graph.nodes:
         operation = operation_of(node)
         if operation is None:
             continue
         numbers[node] = start + len(rows)
-        after = tuple(sorted({numbers[source] for source in _operands(node) if source in numbers}))
+        after = {numbers[source] for source in _operands(node) if source in numbers}
+        if operation.chunk >= 0:
+            after |= {last_on_chunk[operation.chunk]} if operation.chunk in last_on_chunk else set()
+            last_on_chunk[operation.chunk] = numbers[node]
         left = saved.get(node, 0)
-        pattern = (str(node.target), operation.op, left)
-        rows.append(Row(numbers[node], operation, left, alive.live_bytes[node], after, pattern))
+        pattern = (str(node.target), operation.op, operation.stream, operation.moved_bytes, left)
+        rows.append(Row(numbers[node], operation, left, alive.live_bytes[node], tuple(sorted(after)), pattern))
     return rows
 
 
@@ -102,17 +110,64 @@ def _makers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def fold(schedule: Schedule, rows: list[Row]) -> Iterator[Row | Fold]:
-    """Yield the rows of each stretch that differs from the one before it, and a Fold for the equal ones after it."""
+    """Yield the rows of each stretch that differs from the one before it, and a Fold for its repetitions."""
+    position = 0
+    while position < len(rows):
+        length, count = _best_repetition(rows, position)
+        yield from rows[position : position + length]
+        position += length
+        if count:
+            yield _fold(schedule, tuple(rows[position : position + length * count]), count)
+            position += length * count
+
+
+def _best_repetition(rows: list[Row], position: int) -> tuple[int, int]:
+    """Return the length of the stretch at ``position`` and how often it is repeated; (1, 0) if that folds nothing.
+
+    A better repetition that starts inside the stretch is left to start there: one that folds more rows, or as many
+    without cutting a segment in two.
+    """
+    length, count = _longest_repetition(rows, position)
+    worth = _worth(rows, position)
+    if count and all(_worth(rows, position + ahead) <= worth for ahead in range(1, length + 1)):
+        return length, count
+    return 1, 0
+
+
+def _worth(rows: list[Row], position: int) -> tuple[int, bool]:
+    length, count = _longest_repetition(rows, position)
+    return length * count, _starts_segment(rows, position) and _starts_segment(rows, position + length)
+
+
+def _starts_segment(rows: list[Row], position: int) -> bool:
+    before, here = rows[position - 1 : position], rows[position : position + 1]
+    return [row.operation.segment for row in before] != [row.operation.segment for row in here]
+
+
+def _longest_repetition(rows: list[Row], position: int) -> tuple[int, int]:
+    best = (1, 0)
+    for length in range(1, min(MAX_STRETCH, (len(rows) - position) // 2) + 1):
+        if rows[position + length].pattern != rows[position].pattern:
+            continue
+        stretch = [row.pattern for row in rows[position : position + length]]
+        count = 0
+        while [row.pattern for row in rows[position + length * (count + 1) :][:length]] == stretch:
+            count += 1
+        # A single row is shown rather than a line that stands for it.
+        if length * count > max(1, best[0] * best[1]):
+            best = (length, count)
+    return best
+
+
+def _fold(schedule: Schedule, rows: tuple[Row, ...], count: int) -> Fold:
     policies = block_policies(schedule)
-    stretches = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.operation.segment)]
-    for _, equal in itertools.groupby(stretches, key=lambda stretch: tuple(row.pattern for row in stretch)):
-        first, *others = equal
-        yield from first
-        if len(others) == 1 and len(others[0]) == 1:
-            yield from others[0]
-        elif others:
-            rows_of_all = tuple(itertools.chain.from_iterable(others))
-            yield Fold(rows_of_all, len(others), policies[rows_of_all[0].operation.segment])
+    blocks = [row.operation for row in rows if row.operation.what.startswith("block ")]
+    named = blocks or [row.operation for row in rows]
+    kind, _, first = named[0].what.rpartition(" ")
+    last = named[-1].what.rpartition(" ")[2]
+    what = f"{kind} {first}" if first == last else f"{kind}s {first} to {last}"
+    policy = "+".join(dict.fromkeys(policies[operation.segment] for operation in blocks))
+    return Fold(rows, count, what, policy)
 
 
 def unfold(shown: Iterable[Row | Fold]) -> Iterator[Row]:

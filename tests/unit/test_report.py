@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import re
@@ -142,8 +143,65 @@ def test_policies_do_not_fold_together() -> None:
     ]
 
 
-def test_alternating_blocks_do_not_fold() -> None:
-    assert len(shown("krkrk", "forward")) == 7
+def test_alternating_blocks_fold_by_pairs() -> None:
+    assert shown("krkrk", "forward") == [
+        "forward prologue",
+        "forward block 0",
+        "forward block 1",
+        "x1 keep+recompute",
+        "forward block 4",
+        "forward epilogue",
+    ]
+
+
+def rows_of(text: str) -> list[Row]:
+    """Return a row per letter of ``text``; equal letters have equal patterns."""
+    return [
+        Row(i, Operation("forward", f"block {i}", "compute", 0), 0, 0, (), (letter,)) for i, letter in enumerate(text)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("a", ["0"]),
+        ("aa", ["0", "1"]),
+        ("aaa", ["0", "1-2 x2"]),
+        ("abab", ["0", "1", "2-3 x1"]),
+        ("xabababy", ["0", "1", "2", "3-6 x2", "7"]),
+        ("paabcabcabc", ["0", "1", "2", "3", "4", "5-10 x2"]),
+        ("aabaab", ["0", "1", "2", "3-5 x1"]),
+        ("abcabd", ["0", "1", "2", "3", "4", "5"]),
+    ],
+)
+def test_repetitions_of_any_length_fold(text: str, expected: list[str]) -> None:
+    schedule, rows = write_schedule(gpt_program(5), mixed("kkkkk")), rows_of(text)
+    found = list(fold(schedule, rows))
+    assert list(unfold(found)) == rows
+    assert [
+        f"{each.rows[0].number}-{each.rows[-1].number} x{each.count}" if isinstance(each, Fold) else str(each.number)
+        for each in found
+    ] == expected
+
+
+def test_the_moved_column_appears_where_something_moves() -> None:
+    _, schedule = compiled(GPT(2), tokens())
+    assert "moved" not in schedule.render()
+    node = next(node for node in schedule.graphs["forward"].graph.nodes if operation_of(node) is not None)
+    node.meta["operation"] = dataclasses.replace(node.meta["operation"], moved_bytes=2048, chunk=3)
+    assert schedule.render().splitlines()[3].split() == ["#", "stream", "op", "what", "saved", "moved", "live", "after"]
+    assert "2.00 KiB" in schedule.render()
+    assert json.loads(schedule.to_json())["graphs"][0]["graphs"]["forward"][0]["moved_bytes"] == 2048
+
+
+def test_operations_on_a_chunk_come_after_each_other() -> None:
+    schedule = write_schedule(gpt_program(5), mixed("kkkkk"))
+    operations = [node for node in schedule.graphs["forward"].graph.nodes if operation_of(node) is not None]
+    for node in (operations[0], operations[4]):
+        node.meta["operation"] = dataclasses.replace(node.meta["operation"], chunk=1)
+    rows = schedule_rows(schedule)["forward"]
+    assert rows[4].after == (1, 4)
 
 
 def test_one_equal_row_is_shown_rather_than_folded() -> None:
@@ -320,4 +378,4 @@ def test_a_fold_stands_for_its_rows() -> None:
         Row(i, Operation("forward", f"block {i}", "compute", i), 10, 100 + i, (), ("t1", "forward", 10))
         for i in range(3)
     )
-    assert list(unfold([Fold(rows, 3, "keep")])) == list(rows)
+    assert list(unfold([Fold(rows, 3, "blocks 0 to 2", "keep")])) == list(rows)
