@@ -78,6 +78,7 @@ def capture_program(
     """
     unify_symbols(graph)
     placeholders = list(graph.graph.find_nodes(op="placeholder"))
+    _drop_aliases(graph, placeholders[:num_primals])
     output = graph.graph.output_node()
     results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
     gradients = results[num_outputs:] if differentiable else ()
@@ -116,3 +117,12 @@ def unify_symbols(graph: fx.GraphModule) -> None:
         if source is not node and node.op != "placeholder":
             node.replace_all_uses_with(source)
             graph.graph.erase_node(node)
+
+
+def _drop_aliases(graph: fx.GraphModule, placeholders: Sequence[fx.Node]) -> None:
+    """Let users of an input's alias use the input: tracing a managed parameter goes through one (see ``guards``)."""
+    for node in placeholders:
+        for user in list(node.users):
+            if user.target is torch.ops.aten.alias.default:
+                user.replace_all_uses_with(node)
+                graph.graph.erase_node(user)

@@ -108,8 +108,14 @@ class ManagedParameter(nn.Parameter):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Let tracing through; serve eager access from the parameter's home."""
+        if torch.compiler.is_dynamo_compiling():
+            # Being traced. Inside torch.nn.functional Dynamo asks for overrides again, whatever is disabled: hand it
+            # plain tensors.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*_as_plain(args), **_as_plain(kwargs or {}))
         if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         return _eager_access(func, args, dict(kwargs or {}))
 
     @property
@@ -176,6 +182,17 @@ class ManagedAlias(torch.Tensor):
 
 
 Managed = ManagedParameter | ManagedAlias
+
+
+def _as_plain(value: Any) -> Any:
+    """Return ``value`` with managed parameters as plain tensors, aliases of them."""
+    if isinstance(value, ManagedParameter):
+        return torch.ops.aten.alias.default(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_as_plain(each) for each in value)
+    if isinstance(value, dict):
+        return {key: _as_plain(each) for key, each in value.items()}
+    return value
 
 
 def manage(parameter: nn.Parameter, home: Home, index: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from protrain_compile.updates.threads import cpu_quota, local_ranks, threads_of_share, update_threads
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(0, 1), (1, 1), (2, 1), (3, 2), (7, 6), (8, 6), (16, 14), (64, 62)])
+@pytest.mark.parametrize(("cores", "threads"), [(0, 1), (1, 1), (2, 1), (3, 2), (7, 6), (8, 6), (15, 13), (16, 13), (64, 61)])
 def test_cores_are_left_for_launching(cores, threads):
     assert threads_of_share(cores) == threads
 
@@ -19,7 +19,7 @@ def test_local_ranks(text, ranks):
 
 def test_affinity_counts_and_omp_num_threads_does_not(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert update_threads({"OMP_NUM_THREADS": "1"}, tmp_path, tmp_path) == 14
+    assert update_threads({"OMP_NUM_THREADS": "1"}, tmp_path, tmp_path) == 13
     assert update_threads({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"}, tmp_path, tmp_path) == 3
 
 
