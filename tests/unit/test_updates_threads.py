@@ -7,7 +7,10 @@ import pytest
 from protrain_compile.updates.threads import cpu_quota, local_ranks, threads_of_share, update_threads
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(0, 1), (1, 1), (2, 1), (3, 2), (7, 6), (8, 6), (15, 13), (16, 13), (64, 61)])
+CORES = [(0, 1), (1, 1), (2, 1), (3, 2), (7, 6), (8, 6), (15, 13), (16, 13), (64, 61)]
+
+
+@pytest.mark.parametrize(("cores", "threads"), CORES)
 def test_cores_are_left_for_launching(cores, threads):
     assert threads_of_share(cores) == threads
 
