@@ -6,7 +6,6 @@ import pytest
 
 from protrain_compile.updates.threads import cpu_quota, local_ranks, threads_of_share, update_threads
 
-
 CORES = [(0, 1), (1, 1), (2, 1), (3, 2), (7, 6), (8, 6), (15, 13), (16, 13), (64, 61)]
 
 
