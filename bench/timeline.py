@@ -40,7 +40,8 @@ class Timeline:
         """Return the timeline as text."""
         text = [
             f"timeline: span {self.span_ms:.1f} ms, compute busy {self.compute_ms:.1f} ms "
-            f"({self.compute_ms / self.span_ms:.1%}), h2d {self.h2d_ms:.1f} ms, d2h {self.d2h_ms:.1f} ms, copies beside compute "
+            f"({self.compute_ms / self.span_ms:.1%}), h2d {self.h2d_ms:.1f} ms, d2h {self.d2h_ms:.1f} ms, "
+            "copies beside compute "
             f"{self.overlapped_ms:.1f} ms; gaps under {GAP_MS} ms sum to {self.short_gaps_ms:.1f} ms"
         ]
         text += [
