@@ -99,7 +99,7 @@ def rotary_frequencies(count: int) -> torch.Tensor:
 
 
 def fill(module: nn.Module) -> None:
-    """Give a module's own parameters weights: ones for norms, repeated noise for matrices (drawing takes minutes)."""
+    """Give a module's own parameters weights: ones, or repeated noise for matrices (drawing takes minutes)."""
     if isinstance(module, common.Llama):
         angles = common.rotary_angles(module.shape)
         module.cos.copy_(angles.cos())

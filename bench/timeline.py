@@ -38,11 +38,11 @@ class Timeline:
 
     def lines(self) -> list[str]:
         """Return the timeline as text."""
+        copies = f"h2d {self.h2d_ms:.1f} ms, d2h {self.d2h_ms:.1f} ms, beside compute {self.overlapped_ms:.1f} ms"
         text = [
             f"timeline: span {self.span_ms:.1f} ms, compute busy {self.compute_ms:.1f} ms "
-            f"({self.compute_ms / self.span_ms:.1%}), h2d {self.h2d_ms:.1f} ms, d2h {self.d2h_ms:.1f} ms, "
-            "copies beside compute "
-            f"{self.overlapped_ms:.1f} ms; gaps under {GAP_MS} ms sum to {self.short_gaps_ms:.1f} ms"
+            f"({self.compute_ms / self.span_ms:.1%}), copies {copies}; "
+            f"gaps under {GAP_MS} ms sum to {self.short_gaps_ms:.1f} ms"
         ]
         text += [
             f"  gap at {begin:8.1f} ms: {length:7.2f} ms   {before} -> {after}"

@@ -32,6 +32,12 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
+    _forget_compiled()
     yield
+    _forget_compiled()
+
+
+def _forget_compiled() -> None:
     if "torch._dynamo" in sys.modules:  # importing it takes seconds that many tests do not need
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()

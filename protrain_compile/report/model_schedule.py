@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from protrain_compile.errors import ProtrainError
+from protrain_compile.managed import ManagedModel
 from protrain_compile.options import parse_plan
 from protrain_compile.plan import Plan
 from protrain_compile.report.registry import live_graphs
-from protrain_compile.report.render import render, to_dict
+from protrain_compile.report.render import format_bytes, render, to_dict
 from protrain_compile.runtime.compiled_graph import Binding, CompiledGraph
 from protrain_compile.schedule import Schedule
 
@@ -82,11 +83,22 @@ class ModelSchedule:
                 f"protrain: {len(self.parts)} graphs, bound {calls} times, {len(breaks)} of them ending at a graph "
                 "break: values that cross a break stay in memory until their backward, whatever the plan",
             )
+        managers = {binding.managed for part in self.parts for binding in part.bindings if binding.managed is not None}
+        texts += [_moved_line(managed) for managed in managers]
         return "\n".join(texts)
 
     def to_json(self) -> str:
         """Return plans, segments and operations of all graphs as JSON text."""
         return json.dumps({"graphs": [to_dict(part.graph, part.schedule) for part in self.parts]}, indent=1)
+
+
+def _moved_line(managed: ManagedModel) -> str:
+    """Return what a prepared model's residency has moved so far; demand fetches are breaches of a graph's contract."""
+    counters = managed.packed.counters
+    return (
+        f"moved     {format_bytes(counters.fetched_bytes)} fetched, {format_bytes(counters.offloaded_bytes)} "
+        f"offloaded, {counters.misses} demand fetches so far; updates {managed.packed.mode} in the last backward"
+    )
 
 
 def schedule(model: torch.nn.Module) -> ModelSchedule:

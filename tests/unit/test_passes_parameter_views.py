@@ -1,4 +1,4 @@
-"""A view or cast of a parameter never passes from one segment to another: its chunk may have left the buffer."""
+"""A view or cast of a parameter passes from no segment to another: its chunk may have left the buffer."""
 
 from __future__ import annotations
 
