@@ -31,7 +31,8 @@ def _describe(node: fx.Node) -> GraphInput:
     if isinstance(example, torch.nn.Parameter):
         managed = isinstance(example, ManagedParameter)
         hoistable = isinstance(example, ManagedParameter) and example._home.may_travel(example._index)
-        return GraphInput(name, InputKind.PARAMETER, managed=managed, hoistable=hoistable)
+        frozen = not example.requires_grad
+        return GraphInput(name, InputKind.PARAMETER, managed=managed, frozen=frozen, hoistable=hoistable)
     if isinstance(example, torch.nn.Buffer) or "._buffers[" in source:
         return GraphInput(name, InputKind.BUFFER)
     if isinstance(example, torch.Tensor):
@@ -97,6 +98,7 @@ def capture_program(
                 trainable=number < len(gradients) and gradients[number] is not None,
                 mutated=position is not None and position in mutated,
                 managed=source is not None and source.managed,
+                frozen=source is not None and source.frozen,
                 hoistable=source is not None and source.hoistable,
             )
         )

@@ -41,6 +41,7 @@ class GraphInput:
         trainable: Whether the graph computes a gradient for it.
         mutated: Whether the forward gives it a new value (BatchNorm statistics, counters).
         managed: Whether it is a parameter that ``prepare`` took over.
+        frozen: Whether it is a parameter that required no gradient when the graph was captured.
         hoistable: Whether it may travel in another type than its own, because its home keeps the exact value.
         travels: The 16-bit type in which its chunk holds it (set by hoist_casts); None for its own type.
     """
@@ -50,6 +51,7 @@ class GraphInput:
     trainable: bool = False
     mutated: bool = False
     managed: bool = False
+    frozen: bool = False
     hoistable: bool = False
     travels: torch.dtype | None = None
 

@@ -80,6 +80,9 @@ class CompiledGraph:
         self._schedules: dict[Any, Schedule] = {}
         self._bindings: dict[tuple[int, ...], Binding] = {}
         self._parameter_positions = [i for i, source in enumerate(program.inputs) if source.kind is InputKind.PARAMETER]
+        self._frozen_positions = [
+            i for i in self._parameter_positions if program.inputs[i].frozen and not program.inputs[i].managed
+        ]
         self.default = self.schedule_for(options.plan or Plan.uniform())
         self.build_s = time.perf_counter() - start
 
@@ -128,6 +131,7 @@ class CompiledGraph:
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward; return its outputs and the token that keeps its context alive."""
         binding = self._bind(arguments)
+        self._check_frozen(arguments)
         schedule = binding.schedule
         needed = schedule.backward_inputs
         primals = [_unattached(arguments[i]) for i in needed.primals]
@@ -177,6 +181,18 @@ class CompiledGraph:
         key = tuple([id(arguments[i]) for i in self._parameter_positions])
         binding = self._bindings.get(key)
         return binding if binding is not None else self._new_binding(key, arguments)
+
+    def _check_frozen(self, arguments: Sequence[Any]) -> None:
+        """Refuse a parameter that was frozen when the graph was captured: its gradient would be lost without a word.
+
+        PyTorch 2.11 does not capture a graph anew when ``requires_grad`` changes; newer versions do.
+        """
+        for position in self._frozen_positions:
+            if arguments[position].requires_grad:
+                raise ProtrainError(
+                    f"{self.program.inputs[position].name} was frozen when the model was compiled and requires a "
+                    "gradient now: call torch._dynamo.reset() after requires_grad_(True), so that the model is compiled anew"
+                )
 
     def _new_binding(self, key: tuple[int, ...], arguments: Sequence[Any]) -> Binding:
         # A dead Parameter's id may be reused: its binding goes with it.

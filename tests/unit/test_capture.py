@@ -53,7 +53,7 @@ def test_frozen_parameters() -> None:
     model = GPT(2, tied=False)
     model.embed.requires_grad_(False)
     found = by_name(capture(model, tokens()))
-    assert found["embed.weight"] == GraphInput("embed.weight", InputKind.PARAMETER, trainable=False)
+    assert found["embed.weight"] == GraphInput("embed.weight", InputKind.PARAMETER, trainable=False, frozen=True)
     assert found["head.weight"].trainable
 
 

@@ -205,3 +205,17 @@ def test_inference_runs_by_the_newest_weights(model: nn.Module) -> None:
         after = function(tokens())
         assert_equal(after, model(tokens()))
     assert not torch.equal(before, after)
+
+
+def test_a_parameter_frozen_at_capture_may_not_ask_for_a_gradient(model: nn.Module) -> None:
+    model.blocks[0].requires_grad_(False)  # type: ignore[index, union-attr]
+    function, _ = compiled(model, tokens())
+    graph = graph_of(function)
+    arguments = [None] * len(graph.program.inputs)
+    for position in graph._frozen_positions:
+        name = graph.program.inputs[position].name
+        arguments[position] = model.get_parameter(name)  # type: ignore[call-overload]
+    graph._check_frozen(arguments)
+    model.blocks[0].requires_grad_(True)  # type: ignore[index, union-attr]
+    with pytest.raises(protrain_compile.ProtrainError, match="was frozen when the model was compiled"):
+        graph._check_frozen(arguments)
