@@ -191,7 +191,7 @@ class CompiledGraph:
             if arguments[position].requires_grad:
                 raise ProtrainError(
                     f"{self.program.inputs[position].name} was frozen when the model was compiled and requires a "
-                    "gradient now: call torch._dynamo.reset() after requires_grad_(True), so that the model is compiled anew"
+                    "gradient now: call torch._dynamo.reset() after requires_grad_(True), to have it compiled anew"
                 )
 
     def _new_binding(self, key: tuple[int, ...], arguments: Sequence[Any]) -> Binding:
