@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+from protrain_compile.chunks import RESIDENCIES, ChunkBinding
 from protrain_compile.liveness import saved_bytes, schedule_liveness
 from protrain_compile.plan import POLICIES
 from protrain_compile.program import GraphInput, InputKind, fake_value
@@ -70,10 +71,19 @@ def _device(module: torch.fx.GraphModule) -> str:
 
 def _plan_line(schedule: Schedule) -> str:
     blocks = len(schedule.plan.policies or ())
-    if not schedule.program.differentiable:
-        return f"plan      {blocks} blocks: no backward, so nothing is kept for one"
     counts: collections.Counter[str] = collections.Counter(schedule.plan.policies)
-    return f"plan      {blocks} blocks: " + ", ".join(f"{counts[p]} {p}" for p in POLICIES)
+    text = f"plan      {blocks} blocks: " + ", ".join(f"{counts[p]} {p}" for p in POLICIES)
+    if not schedule.program.differentiable:
+        text = f"plan      {blocks} blocks: no backward, so nothing is kept for one"
+    return text if schedule.chunks is None else f"{text}; {_chunks_text(schedule.chunks)}"
+
+
+def _chunks_text(chunks: ChunkBinding) -> str:
+    kinds: collections.Counter[str] = collections.Counter(chunks.residency)
+    counts = ", ".join(f"{kinds[kind]} {kind}" for kind in RESIDENCIES)
+    largest = format_bytes(chunks.layout.largest_bytes)
+    buffers = f", {chunks.buffers} buffers" if kinds["offloaded"] else ""
+    return f"{len(chunks.layout.chunks)} chunks of up to {largest}: {counts}{buffers}"
 
 
 def _memory_line(schedule: Schedule) -> str:

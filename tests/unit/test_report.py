@@ -379,3 +379,20 @@ def test_a_fold_stands_for_its_rows() -> None:
         for i in range(3)
     )
     assert list(unfold([Fold(rows, 3, "blocks 0 to 2", "keep")])) == list(rows)
+
+
+def test_a_prepared_models_plan_line_counts_its_chunks() -> None:
+    model = GPT(3)
+    plan = dataclasses.replace(Plan.uniform("recompute", "offloaded"), chunk_bytes=10_000, buffers=3)
+    model, _ = protrain_compile.prepare(model, torch.optim.AdamW(model.parameters()), plan=plan, device="cpu")
+    function = torch.compile(model, backend="protrain", options={"compile": "eager", "schedule": "off"})
+    function(tokens()).sum().backward()
+    shown = protrain_compile.schedule(function)
+    chunks = shown.parts[0].schedule.chunks
+    assert chunks is not None
+    count = len(chunks.layout.chunks)
+    assert count > 1
+    line = next(line for line in shown.render().splitlines() if line.startswith("plan"))
+    assert line.startswith(f"plan      3 blocks: 0 keep, 3 recompute; {count} chunks of up to ")
+    assert line.endswith(f": 0 persistent, {count} offloaded, 0 split, 3 buffers")
+    assert shown.render().splitlines()[-1].startswith("moved ")
