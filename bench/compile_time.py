@@ -173,7 +173,7 @@ def result(depths: list[int], settings: Settings) -> common.Result:
         "each figure from a process of its own with empty caches, after a warm-up; first step less a later one",
         "passes: wall clock; the others: "
         + ("processor seconds, one compile thread" if settings.clock == "processor" else "wall clock"),
-        "tracing: Dynamo, AOTAutograd and the rest; linear in depth, as are the passes; artefacts do not grow with it",
+        "tracing: Dynamo, AOTAutograd and the rest, which grow with depth as the passes do; artefacts do not",
     )
     return common.Result("Compile time", "bench.compile_time", settings.device, header, tuple(rows), notes)
 

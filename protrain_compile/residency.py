@@ -283,11 +283,6 @@ class ChunkResidency:
         self._landed.clear()
         self.store.close()
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Device bytes of the chunk buffers."""
-        return sum(buffer.bytes.nbytes for buffer in self._buffers.values())
-
     # ---- inside --------------------------------------------------------------------------------------------------
 
     def _fetch(self, chunk: int, target: Buffer) -> None:
