@@ -215,6 +215,7 @@ def test_data_loader_workers() -> None:
 
 ENDS = """
     import os, signal, sys, threading, torch
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it, and so would we
     torch.set_num_threads(1)
     from support.prepared import *
     trainee = warmed(prepared(Stack(), "offloaded"), 3)
