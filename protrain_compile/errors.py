@@ -13,6 +13,10 @@ class PlanError(ProtrainError, ValueError):
     """A Plan that is malformed or does not fit the model it is used on."""
 
 
+class ProfileError(ProtrainError, ValueError):
+    """A Profile, or a part of one, that is malformed; names the field."""
+
+
 class VersionError(ProtrainError, RuntimeError):
     """A PyTorch version that lacks what protrain builds on."""
 
