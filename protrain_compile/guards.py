@@ -1,7 +1,7 @@
 """Guards: the doors through which eager code meets parameters and gradients (those of the step: ``update_guard``).
 
 ``ManagedParameter`` is what ``prepare`` makes of a Parameter. Its own storage is empty; the value lies in its *home*
-(see ``managed``)::
+(see ``homes``, ``managed``)::
 
     read      gathers a fresh copy, runs the function on it
     write     every gathered copy that the function changed goes back to its home
@@ -15,51 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch._guards import TracingContext
 
 from protrain_compile.errors import DoorError
-
-
-class Home(Protocol):
-    """Who keeps the values of managed tensors."""
-
-    def name_of(self, index: int) -> str:
-        """Return the name of a tensor's parameter."""
-        ...
-
-    def may_travel(self, index: int) -> bool:
-        """Whether a chunk may hold a parameter in a 16-bit type, because its exact value is kept beside it."""
-        ...
-
-    def read(self, index: int) -> torch.Tensor:
-        """Return a fresh tensor with the value."""
-        ...
-
-    def write(self, index: int, value: torch.Tensor) -> None:
-        """Set the value."""
-        ...
-
-    def gradient(self, index: int) -> torch.Tensor | None:
-        """Return a view of the waiting gradient, or None."""
-        ...
-
-    def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
-        """Replace or drop the waiting gradient."""
-        ...
-
-    def check_trainable(self, index: int, trainable: bool) -> None:
-        """Refuse to freeze or unfreeze a parameter."""
-        ...
-
-    @property
-    def snapshots(self) -> bool:
-        """Whether detached values are asked for to be saved: plain tensors instead of aliases."""
-        ...
-
+from protrain_compile.homes import Home, ViewHome, read
 
 VALUE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Properties that read values; the others (but ``data``, handled apart) read metadata."""
@@ -203,51 +166,6 @@ def manage(parameter: nn.Parameter, home: Home, index: int) -> None:
     parameter._index = index
 
 
-@dataclasses.dataclass(frozen=True)
-class ViewHome:
-    """The home of a view: replays it on a fresh value of what it is a view of."""
-
-    source: Managed
-    replay: Callable[[torch.Tensor], torch.Tensor]
-
-    def name_of(self, index: int) -> str:
-        """See :meth:`Home.name_of`."""
-        return self.source._home.name_of(self.source._index)
-
-    def may_travel(self, index: int) -> bool:
-        """See :meth:`Home.may_travel`."""
-        return False
-
-    def read(self, index: int) -> torch.Tensor:
-        """See :meth:`Home.read`."""
-        return self.replay(_read(self.source))
-
-    def write(self, index: int, value: torch.Tensor) -> None:
-        """See :meth:`Home.write`."""
-        base = _read(self.source)
-        with torch.no_grad():
-            self.replay(base).copy_(value)
-        self.source._home.write(self.source._index, base)
-
-    def gradient(self, index: int) -> torch.Tensor | None:
-        """See :meth:`Home.gradient`; a detached view has none."""
-        return None
-
-    def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
-        """See :meth:`Home.set_gradient`."""
-        raise DoorError(f"a view of {self.name_of(index)} takes no gradient; set the parameter's own between steps")
-
-    def check_trainable(self, index: int, trainable: bool) -> None:
-        """See :meth:`Home.check_trainable`."""
-        if trainable:
-            raise DoorError(f"a view of {self.name_of(index)} cannot require a gradient; clone it first")
-
-    @property
-    def snapshots(self) -> bool:
-        """See :attr:`Home.snapshots`."""
-        return self.source._home.snapshots
-
-
 def _eager_access(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
@@ -303,12 +221,6 @@ def _name(tensor: Managed) -> str:
     return tensor._home.name_of(tensor._index)
 
 
-def _read(tensor: Managed) -> torch.Tensor:
-    # Outside of inference mode, so that the copy counts its versions.
-    with torch.inference_mode(False), torch.no_grad():
-        return tensor._home.read(tensor._index)
-
-
 def _set_data(tensor: Managed, value: torch.Tensor) -> None:
     if isinstance(value, Managed) and (value._home, value._index) == (tensor._home, tensor._index):
         return
@@ -317,13 +229,13 @@ def _set_data(tensor: Managed, value: torch.Tensor) -> None:
             f"{_name(tensor)} is {tensor.dtype} on {tensor.device} and cannot become {value.dtype} on {value.device}: "
             "convert or move the model (model.to, half, cuda, cpu) before calling prepare, which takes device="
         )
-    tensor._home.write(tensor._index, _read(value) if isinstance(value, Managed) else value)
+    tensor._home.write(tensor._index, read(value) if isinstance(value, Managed) else value)
 
 
 def _detached(tensor: Managed) -> torch.Tensor:
     """Return an alias without a gradient, as ``detach`` does in eager; a plain copy while a state dict is made."""
     if tensor._home.snapshots:
-        return _read(tensor)
+        return read(tensor)
     return _alias(torch.Tensor.detach, tensor, tensor._home, tensor._index)
 
 
@@ -362,7 +274,7 @@ def _gathered(value: Any, copies: dict[tuple[int, int, bool], _Copy]) -> Any:
         records = torch.is_grad_enabled() and value.requires_grad
         key = (id(value._home), value._index, records)
         if key not in copies:
-            copied = _read(value).requires_grad_(records)
+            copied = read(value).requires_grad_(records)
             copies[key] = _Copy(value, copied, copied._version)
         return copies[key].value
     if isinstance(value, list | tuple):

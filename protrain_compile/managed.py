@@ -3,7 +3,7 @@
 Life of a parameter::
 
     prepare            storage emptied; the original ("source") is kept aside, on the host
-    first compiled call   chunks are laid out in first-use order, the stores allocated, sources copied and freed in turn
+    first compiled call   ``packing`` lays chunks out, the stores are allocated, sources copied and freed in turn
     training           the value lies in its chunk (see ``residency``)
 
 Everything that a user can do to a parameter arrives here as a read, a write, or a gradient access, before and after
@@ -12,7 +12,6 @@ packing.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import weakref
@@ -22,47 +21,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from passes.pack_chunks import pack_chunks
 from protrain_compile.chunks import ChunkBinding, ChunkLayout, ParameterSpec
 from protrain_compile.errors import DoorError
 from protrain_compile.guards import manage
+from protrain_compile.packing import Preparation, decide
 from protrain_compile.plan import Plan
-from protrain_compile.planner import choose_buffers, choose_residency
 from protrain_compile.residency import ChunkResidency, SegmentsOf
-from protrain_compile.runtime.chunk_store import ChunkStore, StoreSpec
-from protrain_compile.runtime.host_budget import HostBudget
+from protrain_compile.runtime.chunk_store import ChunkStore
 from protrain_compile.runtime.host_worker import HostWorker
 from protrain_compile.runtime.streams import make_streams
 from protrain_compile.update_book import UpdateBook
 from protrain_compile.update_guard import UpdateGuard
 from protrain_compile.updates.definition import Segment
+from protrain_compile.waiting_gradients import WaitingGradients, no_gradient_waits
 
 log = logging.getLogger("protrain_compile.managed")
-
-LANDINGS = 4
-"""Landing slots for gradients where updates empty them in turn: one arriving, one being used, two to smooth the
-pace."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Preparation:
-    """What the user said to ``prepare``.
-
-    Attributes:
-        device: Where the model computes.
-        memory_budget: Device bytes allowed; None for what is free.
-        host_budget: Bounds on host memory.
-        micro_batches: Most backwards before a step.
-        max_grad_norm: Clipping; None for none declared.
-        plan: The plan to follow, or None.
-    """
-
-    device: torch.device
-    memory_budget: int | None
-    host_budget: HostBudget
-    micro_batches: int
-    max_grad_norm: float | None
-    plan: Plan | None
 
 
 class ManagedModel:
@@ -79,7 +52,7 @@ class ManagedModel:
         self.layout: ChunkLayout | None = None
         self.residency: ChunkResidency | None = None
         self.snapshot_depth = 0
-        self._handed_out: list[weakref.ref[torch.Tensor]] = []
+        self.gradients: WaitingGradients | None = None
         self.versions: list[int] = []
         self.buffers = 0
         self.guard = UpdateGuard(
@@ -127,49 +100,31 @@ class ManagedModel:
         return ChunkBinding(self.layout, spec.residency, self.buffers, place_of, gathered)
 
     def _pack(self, first_uses: Sequence[Sequence[int]], plan: Plan, read_as: dict[int, torch.dtype]) -> None:
-        travelling = [
-            dataclasses.replace(spec, dtype=read_as.get(index, spec.dtype)) for index, spec in enumerate(self.specs)
-        ]
-        hoisted = any(ours.dtype != theirs.dtype for ours, theirs in zip(travelling, self.specs, strict=True))
-        layout = pack_chunks(travelling, first_uses, plan.chunk_bytes)
-        preparation = self.preparation
-        residency = choose_residency(layout, plan, self._free_bytes(), self.book.state_bytes)
-        self.buffers = choose_buffers(layout, residency, plan)
-        own_landings = preparation.max_grad_norm is not None and preparation.micro_batches == 1
-        spec = StoreSpec(
-            layout=layout,
-            residency=residency,
-            kinds=tuple(self.book.kind_of_chunk(chunk) for chunk in layout.chunks),
-            device=preparation.device,
-            landings=0 if own_landings else LANDINGS,
-            gradient_dtype=torch.float32 if preparation.micro_batches > 1 or hoisted else None,
-        )
-        store = ChunkStore(spec, preparation.host_budget)
-        self.layout = layout
-        self.versions = [0] * len(layout.chunks)
+        packing = decide(self.specs, first_uses, read_as, plan, self.preparation, self.book)
+        store = ChunkStore(packing.spec, self.preparation.host_budget)
+        self.layout, self.buffers = packing.layout, packing.buffers
+        self.versions = [0] * len(packing.layout.chunks)
         self.residency = ChunkResidency(
             store,
-            make_streams(preparation.device),
+            make_streams(self.preparation.device),
             HostWorker(),
-            self.buffers,
-            self._segments_of(layout),
-            measures_norms=preparation.max_grad_norm is not None,
+            packing.buffers,
+            self._segments_of(packing.layout),
+            measures_norms=self.preparation.max_grad_norm is not None,
         )
-        for slot in (slot for chunk in layout.chunks for slot in chunk.slots):
+        self.gradients = WaitingGradients(self.specs, self.residency, self.guard)
+        self._move_in(store)
+        log.info("packed %d parameters into %d chunks", len(self.specs), len(packing.layout.chunks))
+
+    def _move_in(self, store: ChunkStore) -> None:
+        """Write the originals into their chunks, freeing each, then the optimizer's states."""
+        for slot in (slot for chunk in store.spec.layout.chunks for slot in chunk.slots):
             source = self._sources[slot.parameter]
             assert source is not None
             store.write(slot.parameter, source)
             self._sources[slot.parameter] = source = None
         store.add_moments()
         self.book.install(store)
-        log.info("packed %d parameters into %d chunks", len(self.specs), len(layout.chunks))
-
-    def _free_bytes(self) -> int | None:
-        if self.preparation.memory_budget is not None:
-            return self.preparation.memory_budget
-        if self.preparation.device.type != "cuda":
-            return None
-        return int(torch.cuda.mem_get_info(self.preparation.device)[0])
 
     def _segments_of(self, layout: ChunkLayout) -> SegmentsOf:
         # Holds what it needs and not this object: no reference cycle keeps a dropped model's memory.
@@ -229,7 +184,8 @@ class ManagedModel:
         self.residency.worker.check()
         self.guard.before_step(self.book.rules(), waiting=bool(self.residency.pending))
         multiplier = self._clipping(self.residency)
-        self._keep_handed_out()
+        assert self.gradients is not None
+        self.gradients.leave_to_holders()
         for chunk in sorted(self.residency.pending):
             self.residency.apply(chunk, multiplier)
 
@@ -250,9 +206,8 @@ class ManagedModel:
     def zero_grad(self) -> None:
         """Forget the gradients that wait."""
         self.guard.before_zero_grad()
-        if self.residency is not None and self.residency.pending:
-            self._keep_handed_out()
-            self.residency.drop_pending()
+        if self.gradients is not None:
+            self.gradients.drop()
 
     # ---- doors ---------------------------------------------------------------------------------------------------
 
@@ -305,29 +260,7 @@ class ManagedModel:
 
     def gradient(self, index: int) -> torch.Tensor | None:
         """Return a view of the gradient that waits for ``step()``, or None."""
-        if self.residency is None or not self.specs[index].trainable:
-            return None
-        if self.guard.ahead:
-            self.guard.gradient_read(self.specs[index].name)
-        assert self.layout is not None
-        chunk, slot = self.layout.place_of[index]
-        if slot not in self.residency.pending.get(chunk, ()):
-            return None
-        self.guard.gradient_read(self.specs[index].name)
-        _, where = self.residency.store.slot_range(index)
-        if self.layout.chunks[chunk].dtype != self.specs[index].dtype:
-            self.residency.widen(chunk)
-        view = self.residency.waiting_gradient(chunk)[where].view(self.specs[index].shape)
-        self._handed_out.append(weakref.ref(view))
-        return view
-
-    def _keep_handed_out(self) -> None:
-        """Give gradients that the user still holds a memory of their own, before theirs is used anew."""
-        for ref in self._handed_out:
-            view = ref()
-            if view is not None:
-                view.data = view.clone()
-        self._handed_out.clear()
+        return None if self.gradients is None else self.gradients.get(index)
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
         """Replace or drop the gradient that waits for ``step()``.
@@ -335,22 +268,10 @@ class ManagedModel:
         Raises:
             DoorError: If no gradient waits, or the value does not fit.
         """
-        current = self.gradient(index)
-        if value is None:
-            if current is not None:
-                assert self.layout is not None
-                assert self.residency is not None
-                chunk, slot = self.layout.place_of[index]
-                self.residency.forget(chunk, slot)
-        elif current is None:
-            raise DoorError(f"{self.specs[index].name}.grad can only be replaced between backward() and step()")
-        elif value.shape != current.shape:
-            raise DoorError(
-                f"{self.specs[index].name}.grad has the shape {tuple(current.shape)}; a value of shape "
-                f"{tuple(value.shape)} does not fit"
-            )
-        else:
-            current.copy_(value)
+        if self.gradients is not None:
+            self.gradients.set(index, value)
+        elif value is not None:
+            raise no_gradient_waits(self.specs[index].name)
 
     def check_trainable(self, index: int, trainable: bool) -> None:
         """Refuse to freeze or unfreeze a parameter: chunks and their states are laid out once.

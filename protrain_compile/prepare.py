@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from protrain_compile.errors import OptionError
 from protrain_compile.guards import ManagedParameter
-from protrain_compile.managed import ManagedModel, Preparation
+from protrain_compile.managed import ManagedModel
 from protrain_compile.materialize import materialize
 from protrain_compile.optimizer import ManagedOptimizer, manage_optimizer
 from protrain_compile.options import parse_plan
+from protrain_compile.packing import Preparation
 from protrain_compile.plan import Plan
 from protrain_compile.runtime.host_budget import HostBudget, parse_size
 from protrain_compile.update_book import UpdateBook

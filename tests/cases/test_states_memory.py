@@ -52,7 +52,7 @@ PEAK = """
     from torch import nn
     import protrain_compile
     from protrain_compile import Plan
-    from protrain_compile.managed import LANDINGS
+    from protrain_compile.packing import LANDINGS
     from protrain_compile.updates.host import make_host_updater
 
     def resident(): return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

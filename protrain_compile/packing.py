@@ -1,0 +1,108 @@
+"""Packing: what the first call of a prepared model decides, once: its chunks, where they live, their host memory.
+
+``decide`` is the only place where that is decided, from what the call's graph uses, the Plan and the budgets;
+``ManagedModel`` carries it out (allocates the store, moves the originals in).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from passes.pack_chunks import pack_chunks
+from protrain_compile.chunks import ChunkLayout, ParameterSpec
+from protrain_compile.plan import Plan
+from protrain_compile.planner import choose_buffers, choose_residency
+from protrain_compile.runtime.chunk_store import StoreSpec
+from protrain_compile.runtime.host_budget import HostBudget
+from protrain_compile.update_book import UpdateBook
+
+LANDINGS = 4
+"""Landing slots for gradients where updates empty them in turn: one arriving, one being used, two to smooth the
+pace."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """What the user said to ``prepare``.
+
+    Attributes:
+        device: Where the model computes.
+        memory_budget: Device bytes allowed; None for what is free.
+        host_budget: Bounds on host memory.
+        micro_batches: Most backwards before a step.
+        max_grad_norm: Clipping; None for none declared.
+        plan: The plan to follow, or None.
+    """
+
+    device: torch.device
+    memory_budget: int | None
+    host_budget: HostBudget
+    micro_batches: int
+    max_grad_norm: float | None
+    plan: Plan | None
+
+    def free_bytes(self) -> int | None:
+        """Return the device memory that may be used now; None where nothing bounds it."""
+        if self.memory_budget is not None:
+            return self.memory_budget
+        if self.device.type != "cuda":
+            return None
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """What was decided.
+
+    Attributes:
+        spec: What the chunk store has to hold.
+        buffers: How many standard chunk buffers there are.
+    """
+
+    spec: StoreSpec
+    buffers: int
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """The chunks."""
+        return self.spec.layout
+
+
+def decide(
+    specs: Sequence[ParameterSpec],
+    first_uses: Sequence[Sequence[int]],
+    read_as: Mapping[int, torch.dtype],
+    plan: Plan,
+    preparation: Preparation,
+    book: UpdateBook,
+) -> Packing:
+    """Return how a model is packed.
+
+    Args:
+        specs: All parameters of the model, in module order.
+        first_uses: Per segment of the call's graph, in execution order, the parameters that it uses (by index).
+        read_as: Data type in which the graph reads a parameter; chunks hold it so.
+        plan: The plan to follow.
+        preparation: What the user said.
+        book: Which update every parameter gets.
+
+    Raises:
+        PlanError: If the plan is for another number of chunks.
+    """
+    travelling = [dataclasses.replace(spec, dtype=read_as.get(index, spec.dtype)) for index, spec in enumerate(specs)]
+    hoisted = any(ours.dtype != theirs.dtype for ours, theirs in zip(travelling, specs, strict=True))
+    layout = pack_chunks(travelling, first_uses, plan.chunk_bytes)
+    residency = choose_residency(layout, plan, preparation.free_bytes(), book.state_bytes)
+    own_landings = preparation.max_grad_norm is not None and preparation.micro_batches == 1
+    spec = StoreSpec(
+        layout=layout,
+        residency=residency,
+        kinds=tuple(book.kind_of_chunk(chunk) for chunk in layout.chunks),
+        device=preparation.device,
+        landings=0 if own_landings else LANDINGS,
+        gradient_dtype=torch.float32 if preparation.micro_batches > 1 or hoisted else None,
+    )
+    return Packing(spec, choose_buffers(layout, residency, plan))
