@@ -35,3 +35,7 @@ class ContextError(ProtrainError, RuntimeError):
 
 class DoorError(ProtrainError, RuntimeError):
     """Something was read, written or called at a moment when eager and the schedule would differ."""
+
+
+class TraceError(ProtrainError, ValueError):
+    """A model that cannot be traced into one graph with a backward, as ``protrain plan`` needs."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from protrain_compile.byte_text import parse_size
 from protrain_compile.errors import OptionError
 from protrain_compile.plan import Plan
 
@@ -20,13 +21,17 @@ class Options:
 
     Attributes:
         plan: The Plan to follow (a Plan, its JSON text, or the JSON object). Default: the one given to ``prepare``,
-            else keep everything.
+            else planned.
+        memory_budget: The most device memory, in bytes, that this process may have allocated at once; as a number or
+            such as "20GiB". Where ``prepare`` was given one too, the smaller one counts. Default: what is free, less
+            a reserve.
         schedule: ``"print"`` (default; equal blocks folded), ``"full"``, ``"off"``, or a file path.
         compile: ``"inductor"`` (default) or ``"eager"`` (run the ATen operations one by one).
         print_after: Name of a pass after which the graphs are printed, for debugging.
     """
 
     plan: Plan | None = None
+    memory_budget: int | None = None
     schedule: str = "print"
     compile: CompileMode = "inductor"
     print_after: str | None = None
@@ -49,6 +54,8 @@ class Options:
         given = {name: value for name, value in given.items() if value is not None}
         if "plan" in given:
             given["plan"] = parse_plan(given["plan"])
+        if "memory_budget" in given:
+            given["memory_budget"] = parse_size(given["memory_budget"], "memory_budget")
         if given.get("compile", "inductor") not in get_args(CompileMode):
             raise OptionError(f"compile={given['compile']!r}: choose one of {', '.join(get_args(CompileMode))}")
         if "schedule" in given:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from protrain_compile.byte_text import parse_size
 from protrain_compile.errors import OptionError
 from protrain_compile.guards import ManagedParameter
 from protrain_compile.managed import ManagedModel
@@ -22,7 +23,7 @@ from protrain_compile.optimizer import ManagedOptimizer, manage_optimizer
 from protrain_compile.options import parse_plan
 from protrain_compile.packing import Preparation
 from protrain_compile.plan import Plan
-from protrain_compile.runtime.host_budget import HostBudget, parse_size
+from protrain_compile.runtime.host_budget import HostBudget
 from protrain_compile.update_book import UpdateBook
 from protrain_compile.updates.definition import rule_of_group
 from protrain_compile.updates.formats import StateFormat

@@ -27,7 +27,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from protrain_compile.runtime.host_budget import HostMemoryError, format_size
+from protrain_compile.byte_text import format_size
+from protrain_compile.runtime.host_budget import HostMemoryError
 
 log = logging.getLogger(__name__)
 

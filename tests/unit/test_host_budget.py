@@ -1,38 +1,12 @@
-"""Sizes as users write them, and what is available in faked machines and containers."""
+"""What is available in faked machines and containers."""
 
 import pytest
 
+from protrain_compile.byte_text import format_size
 from protrain_compile.errors import OptionError
-from protrain_compile.runtime.host_budget import HostBudget, HostMemoryError, cgroup_folders, format_size, parse_size
+from protrain_compile.runtime.host_budget import HostBudget, HostMemoryError, cgroup_folders
 
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        (12345, 12345),
-        ("20GiB", 20 * GIB),
-        ("512MB", 512_000_000),
-        ("1.5 TiB", 3 * 2**39),
-        (" 7kib ", 7 * 1024),
-        ("100", 100),
-        ("100B", 100),
-        ("2gb", 2_000_000_000),
-    ],
-)
-def test_sizes(text, size):
-    assert parse_size(text, "memory_budget") == size
-
-
-@pytest.mark.parametrize("bad", ["", "GiB", "20 apples", "-1GiB", "1e9", "20G", 0, -5, True, None, 2.5, "0GiB", "nan"])
-def test_bad_sizes_name_the_argument_and_the_units(bad):
-    with pytest.raises(OptionError, match=r"host_memory_budget=.*GiB"):
-        parse_size(bad, "host_memory_budget")
-
-
-def test_format_size():
-    assert (format_size(20 * GIB), format_size(512 << 20)) == ("20.00 GiB", "512.0 MiB")
 
 
 class Machine:

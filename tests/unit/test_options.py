@@ -34,9 +34,21 @@ def test_modes_are_refused() -> None:
 
 def test_unknown_options_list_the_valid_ones() -> None:
     with pytest.raises(
-        OptionError, match="unknown option 'memroy', 'plans'; the options are plan, schedule, compile, print_after"
+        OptionError,
+        match="unknown option 'memroy', 'plans'; the options are plan, memory_budget, schedule, compile, print",
     ):
         Options.parse({"plans": 1, "memroy": 2, "schedule": "off"})
+
+
+@pytest.mark.parametrize(("value", "size"), [("2GiB", 2 << 30), (4096, 4096), (None, None)])
+def test_memory_budget(value: Any, size: int | None) -> None:
+    assert Options.parse({"memory_budget": value}).memory_budget == size
+
+
+@pytest.mark.parametrize("value", ["much", 0, -1, True, 1.5])
+def test_bad_memory_budget(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"memory_budget=.*give a positive number of bytes"):
+        Options.parse({"memory_budget": value})
 
 
 @pytest.mark.parametrize("value", ["fast", 3, True, ["inductor"], {}])

@@ -1,0 +1,174 @@
+"""Tracing a model without memory: its joint graph with templates, as the backend would have it.
+
+Parameters are emptied (``prepare`` does the same with those that it takes over), so a model of any size is traced on
+any machine: shapes are all that tracing reads. The graph is that of the CPU, which keeps the same values for the
+backward as a GPU does: its attention is fused, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from passes import structure_pipeline
+from protrain_compile import compat
+from protrain_compile.capture import capture_program, describe_inputs, model_name
+from protrain_compile.errors import TraceError
+from protrain_compile.guards import ManagedParameter
+from protrain_compile.managed import ManagedModel
+from protrain_compile.packing import Preparation
+from protrain_compile.program import Program
+from protrain_compile.update_book import UpdateBook
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a model is called with, on the CPU."""
+
+    positional: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: Any) -> Inputs:
+        """Return the Inputs that a tensor, a sequence (positional) or a mapping (by name) stands for."""
+        if isinstance(value, Mapping):
+            return cls(named={name: _on_cpu(each) for name, each in value.items()})
+        values = value if isinstance(value, list | tuple) else (value,)
+        return cls(tuple(_on_cpu(each) for each in values))
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedModel:
+    """A traced model that AdamW would train.
+
+    Attributes:
+        program: Its joint graph, segments and templates.
+        managed: Its parameters and their updates; nothing is packed.
+        first_uses: Parameters (by index) that each segment uses, in execution order.
+        read_as: Data type in which the graph reads each parameter.
+    """
+
+    program: Program
+    managed: ManagedModel
+    first_uses: tuple[tuple[int, ...], ...]
+    read_as: Mapping[int, torch.dtype]
+
+
+def trace_model(model: nn.Module, inputs: Inputs, preparation: Preparation) -> TracedModel:
+    """Return the traced ``model``, whose values are gone afterwards.
+
+    Raises:
+        TraceError: If the forward breaks into several graphs, fails, or gives nothing to differentiate.
+    """
+    empty_values(model)
+    named = list(model.named_parameters())
+    trainable = [parameter for _, parameter in named if parameter.requires_grad]
+    if not trainable:
+        raise TraceError("MODEL has no trainable parameter, so there is no training to plan")
+    optimizer = torch.optim.AdamW(trainable)
+    groups = [0 if parameter.requires_grad else None for _, parameter in named]
+    managed = ManagedModel(
+        named, UpdateBook(optimizer, groups, [parameter.dtype for _, parameter in named]), preparation
+    )
+    program, places = _capture(model, inputs)
+    structure_pipeline(inductor=True, inductor_draws=True).run(program)
+    read_as = {index: program.inputs[i].travels or program.primals[i].meta["val"].dtype for i, index in places.items()}
+    return TracedModel(program, managed, _first_uses(program, places), read_as)
+
+
+def _first_uses(program: Program, places: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    position_of = {node: i for i, node in enumerate(program.primals)}
+    uses = [[position_of[node] for node in segment.inputs if node in position_of] for segment in program.segments]
+    return tuple(tuple(places[i] for i in used if i in places) for used in uses)
+
+
+def empty_values(model: nn.Module) -> None:
+    """Move a model from ``meta`` to the CPU: parameters without memory, buffers as zeros; ties stay."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(_hollow(parameter), parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = made.setdefault(id(buffer), torch.zeros_like(buffer, device="cpu"))
+
+
+def _hollow(parameter: torch.Tensor) -> torch.Tensor:
+    like = torch.empty(0, dtype=parameter.dtype, device="cpu")
+    like.set_(like.untyped_storage(), 0, parameter.shape, parameter.stride())
+    like.untyped_storage().resize_(0)
+    return like
+
+
+def _on_cpu(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros_like(value, device="cpu") if value.is_meta else value.cpu()
+
+
+class _CapturedError(Exception):
+    """Ends a compilation as soon as its program was captured: nothing is compiled or run."""
+
+
+Places = dict[int, int]
+"""Index of the parameter that each position among the graph's primals is."""
+
+
+def _capture(model: nn.Module, inputs: Inputs) -> tuple[Program, Places]:
+    found: list[tuple[Program, Places]] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        described, name, indices = describe_inputs(gm), model_name(gm), _parameter_indices(gm)
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+            program = capture_program(name, joint, described, len(joint_inputs[0]), num_fwd_outputs, True)
+            positions = map(compat.input_position, program.primals)
+            found.append((program, {i: indices[p] for i, p in enumerate(positions) if p is not None and p in indices}))
+            raise _CapturedError
+
+        def no_backward(*_: Any) -> Any:
+            raise TraceError("MODEL gives nothing to differentiate: its forward must return the loss")
+
+        return compat.run_aot(
+            gm,
+            example_inputs,
+            partition=partition,
+            forward_compiler=no_backward,
+            backward_compiler=no_backward,
+            inference_compiler=no_backward,
+        )
+
+    try:
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*inputs.positional, **inputs.named)
+    except Exception as error:
+        if not found:
+            cause = _innermost(error)
+            if isinstance(cause, TraceError):
+                raise cause from None
+            raise TraceError(f"MODEL cannot be traced: {_first_line(cause)}") from error
+    return found[0]
+
+
+def _parameter_indices(gm: fx.GraphModule) -> Places:
+    """Return the index of the managed parameter that each input of Dynamo's graph is."""
+    examples = (compat.traced_example(node)[0] for node in gm.graph.find_nodes(op="placeholder"))
+    return {i: each._index for i, each in enumerate(examples) if isinstance(each, ManagedParameter)}
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Return the first cause, which is what the user's code did; Dynamo keeps a backend's error apart."""
+    while (cause := getattr(error, "inner_exception", None) or error.__cause__) is not None:
+        error = cause
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,79 @@
+"""Tracing without memory gives the Program that the backend builds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import light
+from support.capture import schedule_of
+from support.models import tokens
+from torch import Tensor, nn
+
+from protrain_compile.commands.models import resolve
+from protrain_compile.commands.trace import Inputs, TracedModel, trace_model
+from protrain_compile.errors import TraceError
+from protrain_compile.packing import Preparation
+from protrain_compile.runtime.host_budget import HostBudget
+
+PREPARATION = Preparation(torch.device("cpu"), None, HostBudget(), 1, None, None)
+
+
+def traced(model: nn.Module, inputs: object) -> TracedModel:
+    return trace_model(model, Inputs.of(inputs), PREPARATION)
+
+
+def test_same_program_as_the_backend() -> None:
+    with torch.device("meta"):
+        model = light.GPT(3)
+    found = traced(model, tokens())
+    expected = schedule_of(light.GPT(3), tokens()).program
+    assert found.program.template_of == expected.template_of == (0, 1, 1, 1, 2)
+    assert [s.stage for s in found.program.segments] == [s.stage for s in expected.segments]
+    for ours, theirs in zip(found.program.templates, expected.templates, strict=True):
+        assert [str(n.target) for n in ours.joint.graph.nodes] == [str(n.target) for n in theirs.joint.graph.nodes]
+
+
+def test_first_uses_name_parameters_of_the_model() -> None:
+    with torch.device("meta"):
+        model = light.GPT(3, tied=True)
+    names = [name for name, _ in model.named_parameters()]
+    found = traced(model, tokens())
+    used = [{names[i] for i in uses} for uses in found.first_uses]
+    assert all(name.startswith("blocks.1.") for name in used[2])
+    assert names[0] in used[0]
+    assert names[0] in used[-1], "the tied head"
+    assert set(found.read_as.values()) == {torch.float32}
+
+
+def test_a_model_far_larger_than_memory() -> None:
+    """15 G parameters: 30 GB."""
+    source = resolve("llama:hidden_size=16384,num_hidden_layers=3,num_attention_heads=64,intermediate_size=80000")
+    model, inputs = source.build(1, 16, None, None)
+    assert sum(p.numel() for p in model.parameters()) > 1.5e10
+    found = trace_model(model, inputs, PREPARATION)
+    assert found.program.template_of == (0, 1, 1, 1, 2)
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        torch._dynamo.graph_break()
+        return y.sum()
+
+
+class NoGradient(Breaks):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).detach().sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(Breaks, "cannot be traced: .*graph_break"), (NoGradient, "nothing to differentiate"), (nn.ReLU, "no trainable")],
+)
+def test_what_cannot_be_traced(model: type[nn.Module], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        traced(model(), torch.zeros(2, 4))
