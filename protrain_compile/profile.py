@@ -28,7 +28,7 @@ class NodeCost:
 
     Attributes:
         name: The node's name in the joint graph.
-        op: The operation, such as ``aten.mm.default``.
+        op: The operation's short name, such as ``mm``.
         ms: Time alone on the device, the cost of launching it not included where it overlaps.
         change_bytes: Allocated memory after it, inputs at their last use freed, less before it (the paper's C).
         inside_bytes: The most allocated inside it, less before it (the paper's P); at least ``change_bytes`` and 0.
@@ -51,7 +51,9 @@ class ArtefactCost:
 
     Attributes:
         ms: Time on the device, launches overlapped with it as in a long run of calls.
-        workspace_bytes: The most allocated inside the call, beyond what is alive before it and what it returns.
+        workspace_bytes: The most allocated inside the call, beyond what is alive before it and what it returns. Inputs
+            are held during a forward or recompute; in a backward the saved values and tangents die at their last use,
+            so that its figure may be negative: their memory serves what is made later.
         launches: Kernels that it launches; ``launches x launch_us`` is the least that the launching thread takes.
     """
 
@@ -61,7 +63,7 @@ class ArtefactCost:
 
     def __post_init__(self) -> None:
         """Refuse impossible figures."""
-        _refuse_negative(self, "ms", "workspace_bytes", "launches")
+        _refuse_negative(self, "ms", "launches")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,8 +70,8 @@ def test_a_malformed_template_names_the_field(old: str, new: str, message: str) 
 def test_impossible_figures_are_refused() -> None:
     with pytest.raises(ProfileError, match="NodeCost: ms must be at least 0"):
         NodeCost("mm", "aten.mm.default", -1.0, 0, 0)
-    with pytest.raises(ProfileError, match="ArtefactCost: workspace_bytes must be at least 0"):
-        ArtefactCost(1.0, -1)
+    with pytest.raises(ProfileError, match="ArtefactCost: launches must be at least 0"):
+        ArtefactCost(1.0, -1, -1)
     with pytest.raises(ProfileError, match="LinkRate: both_gb_per_s must be above 0"):
         LinkRate(1.0, 0.0, 1.0)
     with pytest.raises(ProfileError, match=r"matmul_tflops.bfloat16 must be above 0"):
