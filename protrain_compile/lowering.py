@@ -1,0 +1,263 @@
+"""Lowering: the operations of one step under a plan, in the order in which the passes write them, as plain tuples.
+
+The passes work on graphs; here each rule of theirs is restated on numbers, which takes under a millisecond::
+
+    apply_policies    forward, recompute and backward of every segment      _calls
+    move_chunks       bind, wait and release around each stretch of use     _serve
+    insert_updates    collect, offload and update behind the last gradient  _finish
+    place             buffers and prefetches                                _place, which shares ``buffers``
+
+A test compares the result with the graphs of the pass pipeline, operation by operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from protrain_compile.buffers import Contents, Stay, place_stays
+from protrain_compile.chunks import Residency
+from protrain_compile.plan import Policy
+from protrain_compile.profile import Role
+from protrain_compile.step_shape import Life, StepShape
+
+OpName = Literal[
+    "snapshot",
+    "forward",
+    "recompute",
+    "backward",
+    "bind",
+    "wait",
+    "release",
+    "prefetch",
+    "collect",
+    "offload",
+    "update",
+]
+
+
+class Op(NamedTuple):
+    """One operation: of a segment (a call), or on a chunk. What does not apply is -1."""
+
+    op: OpName
+    segment: int = -1
+    chunk: int = -1
+    buffer: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A plan in full, as far as a step depends on it.
+
+    Attributes:
+        policies: One per block.
+        residency: One per chunk.
+        buffers: Standard chunk buffers.
+    """
+
+    policies: tuple[Policy, ...]
+    residency: tuple[Residency, ...]
+    buffers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """The operations of a step.
+
+    Attributes:
+        forward: The forward's (or the evaluation's).
+        backward: The backward's.
+    """
+
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+
+
+def lower(shape: StepShape, choice: Choice) -> Lowered:
+    """Return the operations of one step.
+
+    Raises:
+        PlanError: If one call uses more chunks than there are buffers.
+    """
+    recomputed = recomputed_segments(shape, choice.policies)
+    calls = [_Call("forward", i, each.calls["forward"].chunks) for i, each in enumerate(shape.segments) if each.calls]
+    _serve(calls, choice.residency)
+    copies = [Op("snapshot") for life in shape.lives if life.birth == "snapshot" and kept_until(life, recomputed)]
+    forward, left = _place(copies + _flat(calls), choice, {})
+    if not shape.differentiable:
+        return Lowered(tuple(forward), ())
+    calls = _backward_calls(shape, recomputed)
+    last = _serve(calls, choice.residency)
+    early = _finish_all(shape, choice.residency, calls, last)
+    backward, _ = _place(early + _flat(calls), choice, left)
+    return Lowered(tuple(forward), tuple(backward))
+
+
+def recomputed_segments(shape: StepShape, policies: Sequence[Policy]) -> list[bool]:
+    """Return for every segment whether it is recomputed."""
+    return [
+        each.block >= 0 and policies[each.block] == "recompute" and "recompute" in each.calls for each in shape.segments
+    ]
+
+
+def kept_until(life: Life, recomputed: Sequence[bool]) -> tuple[Role, int] | None:
+    """Return the call of the backward that takes a life's storages last, or None if none does."""
+    for use in life.uses:
+        role = use.recomputed if recomputed[use.segment] else use.kept
+        if role is not None:
+            return role, use.segment
+    return None
+
+
+@dataclasses.dataclass
+class _Call:
+    """A call with what the passes put around it.
+
+    Attributes:
+        role: Which part it calls.
+        segment: For which segment.
+        chunks: Whose parameters it reads.
+        before: Operations before it.
+        releases: Chunks released right behind it, the last one written first.
+        behind_release: Operations behind these releases; an empty list stands for the release alone.
+        erased: Releases that were taken away again.
+        behind_result: Operations behind its results, by their number.
+    """
+
+    role: Role
+    segment: int
+    chunks: tuple[int, ...]
+    before: list[Op] = dataclasses.field(default_factory=list)
+    releases: list[int] = dataclasses.field(default_factory=list)
+    behind_release: dict[int, list[Op]] = dataclasses.field(default_factory=dict)
+    erased: set[int] = dataclasses.field(default_factory=set)
+    behind_result: dict[int, list[Op]] = dataclasses.field(default_factory=dict)
+
+
+def _backward_calls(shape: StepShape, recomputed: Sequence[bool]) -> list[_Call]:
+    found = []
+    for index in reversed(range(len(shape.segments))):
+        calls = shape.segments[index].calls
+        roles: tuple[Role, ...] = ("recompute", "backward") if recomputed[index] else ("backward",)
+        found += [_Call(role, index, calls[role].chunks) for role in roles if "backward" in calls]
+    return found
+
+
+def _serve(calls: Sequence[_Call], residency: Sequence[Residency]) -> dict[int, int]:
+    """Put bind, wait and release around every stretch; return the call behind which each chunk is released last."""
+    ends: dict[int, int] = {}
+    stretches: list[list[int]] = []
+    current: dict[int, list[int]] = {}
+    for number, call in enumerate(calls):
+        for chunk in call.chunks:
+            if chunk not in current:
+                current[chunk] = [chunk, number, number]
+                stretches.append(current[chunk])
+            current[chunk][2] = number
+        if any(residency[chunk] != "persistent" for chunk in call.chunks):
+            current = {c: each for c, each in current.items() if c in call.chunks or residency[c] == "persistent"}
+    for chunk, first, last in stretches:
+        if residency[chunk] == "persistent":
+            calls[first].before.append(Op("bind", chunk=chunk))
+            continue
+        calls[first].before.append(Op("wait", chunk=chunk))
+        calls[last].releases.insert(0, chunk)
+        ends[chunk] = max(last, ends.get(chunk, last))
+    return ends
+
+
+def _finish_all(
+    shape: StepShape, residency: Sequence[Residency], calls: Sequence[_Call], released: dict[int, int]
+) -> list[Op]:
+    """Put collect, offload and update behind each chunk's last gradient or release; return what comes before all."""
+    number_of = {call.segment: number for number, call in enumerate(calls) if call.role == "backward"}
+    early: list[Op] = []
+    updated = sorted((each.order, chunk) for chunk, each in enumerate(shape.chunks) if each.updated)
+    for _, chunk in updated:
+        each = shape.chunks[chunk]
+        made = number_of.get(each.last_gradient, -1)
+        release = released.get(chunk, -1)
+        operations = [Op("collect", chunk=chunk), Op("offload", chunk=chunk), Op("update", chunk=chunk)]
+        if residency[chunk] == "persistent":
+            del operations[1]
+        if made >= release and made >= 0:
+            behind = calls[made].behind_result.setdefault(each.last_item, [])
+        elif release >= 0:
+            behind = calls[release].behind_release.setdefault(chunk, [])
+        else:
+            behind = early
+        behind[:0] = operations
+        if release >= 0 and not _waits_between(calls, release, made, chunk):
+            calls[release].erased.add(chunk)
+    return early
+
+
+def _waits_between(calls: Sequence[_Call], release: int, made: int, chunk: int) -> bool:
+    """Whether another chunk is waited for between a chunk's release and its last gradient."""
+    between = (op for call in calls[release + 1 : made + 1] for op in call.before)
+    return any(op.op == "wait" and op.chunk != chunk for op in between)
+
+
+def _flat(calls: Sequence[_Call]) -> list[Op]:
+    found: list[Op] = []
+    for call in calls:
+        found += call.before
+        found.append(Op(call.role, segment=call.segment))
+        for chunk in call.releases:
+            if chunk not in call.erased:
+                found.append(Op("release", chunk=chunk))
+            found += call.behind_release.get(chunk, ())
+        for item in sorted(call.behind_result):
+            found += call.behind_result[item]
+    return found
+
+
+OCCUPIES = ("wait", "release", "collect", "offload")
+
+
+def _place(ops: Sequence[Op], choice: Choice, entry: Contents) -> tuple[list[Op], Contents]:
+    """Give every stay its buffer and insert the prefetches."""
+    stays, members = _stays(ops, choice.residency)
+    split = frozenset(chunk for chunk, each in enumerate(choice.residency) if each == "split")
+    placed, left = place_stays(stays, choice.buffers, split, entry)
+    written = list(ops)
+    fronts: list[Op] = []
+    behind: dict[int, Op] = {}
+    for stay, placing, positions in zip(stays, placed, members, strict=True):
+        for position in positions:
+            written[position] = ops[position]._replace(buffer=placing.buffer)
+        if not placing.fetched:
+            continue
+        prefetch = Op("prefetch", chunk=stay.chunk, buffer=placing.buffer)
+        if placing.behind < 0:
+            fronts.append(prefetch)
+        else:
+            behind[stays[placing.behind].end] = prefetch
+    found = fronts
+    for position, op in enumerate(written):
+        found.append(op)
+        if position in behind:
+            found.append(behind[position])
+    return found, left
+
+
+def _stays(ops: Sequence[Op], residency: Sequence[Residency]) -> tuple[list[Stay], list[list[int]]]:
+    """Return the stays of chunks in buffers, in order of their begin, and the positions of each one's operations."""
+    members: list[list[int]] = []
+    current: dict[int, list[int]] = {}
+    for position, op in enumerate(ops):
+        if op.op not in OCCUPIES or residency[op.chunk] == "persistent":
+            continue
+        if op.chunk not in current:
+            current[op.chunk] = []
+            members.append(current[op.chunk])
+        current[op.chunk].append(position)
+        if op.op in ("release", "offload"):
+            del current[op.chunk]
+    stays = []
+    for positions in members:
+        names = [ops[position].op for position in positions]
+        first = ops[positions[0]]
+        stays.append(Stay(first.chunk, positions[0], positions[-1], names[0] == "wait", "collect" not in names))
+    return stays, members
