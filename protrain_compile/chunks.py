@@ -36,6 +36,11 @@ class ParameterSpec:
     dtype: torch.dtype
     trainable: bool
 
+    @classmethod
+    def of(cls, name: str, parameter: torch.Tensor) -> ParameterSpec:
+        """Return what packing needs to know of ``parameter``."""
+        return cls(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+
     @property
     def numel(self) -> int:
         """Number of elements; 1 for a scalar."""

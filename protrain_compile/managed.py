@@ -45,10 +45,7 @@ class ManagedModel:
         """Record ``named`` parameters and empty their storage on the device; nothing is packed yet."""
         self.preparation = preparation
         self.book = book
-        self.specs = tuple(
-            ParameterSpec(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-            for name, parameter in named
-        )
+        self.specs = tuple(ParameterSpec.of(name, parameter) for name, parameter in named)
         self.layout: ChunkLayout | None = None
         self.residency: ChunkResidency | None = None
         self.snapshot_depth = 0

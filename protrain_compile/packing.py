@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from passes.pack_chunks import pack_chunks
-from protrain_compile.chunks import ChunkLayout, ParameterSpec
+from protrain_compile.chunks import ChunkLayout, ParameterSpec, Residency
 from protrain_compile.plan import Plan
 from protrain_compile.planner import choose_buffers, choose_residency
 from protrain_compile.runtime.chunk_store import StoreSpec
@@ -33,6 +33,8 @@ class Preparation:
         memory_budget: Device bytes allowed; None for what is free.
         host_budget: Bounds on host memory.
         micro_batches: Most backwards before a step.
+        accumulation_dtype: Data type in which the gradients of several declared backwards add up: fp32, or bf16 for the
+            chunk's own.
         max_grad_norm: Clipping; None for none declared.
         plan: The plan to follow, or None.
     """
@@ -43,6 +45,7 @@ class Preparation:
     micro_batches: int
     max_grad_norm: float | None
     plan: Plan | None
+    accumulation_dtype: torch.dtype = torch.float32
 
     def free_bytes(self) -> int | None:
         """Return the device memory that may be used now; None where nothing bounds it."""
@@ -96,13 +99,31 @@ def decide(
     hoisted = any(ours.dtype != theirs.dtype for ours, theirs in zip(travelling, specs, strict=True))
     layout = pack_chunks(travelling, first_uses, plan.chunk_bytes)
     residency = choose_residency(layout, plan, preparation.free_bytes(), book.state_bytes)
+    spec = store_spec(layout, residency, preparation, book, hoisted=hoisted)
+    return Packing(spec, choose_buffers(layout, residency, plan))
+
+
+def store_spec(
+    layout: ChunkLayout,
+    residency: tuple[Residency, ...],
+    preparation: Preparation,
+    book: UpdateBook,
+    *,
+    hoisted: bool = False,
+) -> StoreSpec:
+    """Return what a store has to hold for chunks that live so.
+
+    Gradients of 16-bit chunks that wait beyond their landing add up in ``accumulation_dtype`` where several backwards
+    before a step were declared, else in their own type, as in eager. Those of ``hoisted`` casts are fp32 parameters'.
+    """
+    host = sum(chunk.trainable and residency[chunk.index] != "persistent" for chunk in layout.chunks)
     own_landings = preparation.max_grad_norm is not None and preparation.micro_batches == 1
-    spec = StoreSpec(
+    adds_up = preparation.micro_batches > 1 and preparation.accumulation_dtype == torch.float32
+    return StoreSpec(
         layout=layout,
         residency=residency,
         kinds=tuple(book.kind_of_chunk(chunk) for chunk in layout.chunks),
         device=preparation.device,
-        landings=0 if own_landings else LANDINGS,
-        gradient_dtype=torch.float32 if preparation.micro_batches > 1 or hoisted else None,
+        landings=0 if own_landings else min(LANDINGS, host),
+        gradient_dtype=torch.float32 if adds_up or hoisted else None,
     )
-    return Packing(spec, choose_buffers(layout, residency, plan))

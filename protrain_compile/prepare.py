@@ -15,8 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from protrain_compile.byte_text import parse_size
+from protrain_compile.chunks import ParameterSpec
 from protrain_compile.errors import OptionError
 from protrain_compile.guards import ManagedParameter
+from protrain_compile.host_needs import host_needs
 from protrain_compile.managed import ManagedModel
 from protrain_compile.materialize import materialize
 from protrain_compile.optimizer import ManagedOptimizer, manage_optimizer
@@ -38,6 +40,7 @@ def prepare(
     memory_budget: int | str | None = None,
     host_memory_budget: int | str | None = None,
     gradient_accumulation_steps: int = 1,
+    gradient_accumulation_dtype: torch.dtype = torch.float32,
     max_grad_norm: float | None = None,
     device: torch.device | str | None = None,
     plan: Plan | str | dict[str, Any] | None = None,
@@ -51,6 +54,8 @@ def prepare(
         memory_budget: Device bytes, as a number or such as "20GiB"; default: what is free.
         host_memory_budget: Host bytes; default: what the machine and the process's control groups leave.
         gradient_accumulation_steps: The most backwards before a ``step()``.
+        gradient_accumulation_dtype: In which the gradients of several backwards add up; ``torch.bfloat16`` saves two
+            bytes a parameter of a bf16 model, at the price of precision.
         max_grad_norm: Clip gradients to this norm in ``step()``; ``math.inf`` makes gradients wait for ``step()``
             (to be read or changed) without clipping.
         device: Where the model computes; default: where its parameters are, or the first accelerator if on the CPU.
@@ -63,6 +68,8 @@ def prepare(
 
     Raises:
         OptionError: If an argument cannot be used; nothing is changed then. The message names the argument.
+        HostMemoryError: If host memory will not suffice; nothing is changed then. The message names what is needed and
+            what is available.
     """
     _check_arguments(model, optimizer)
     preparation = Preparation(
@@ -72,10 +79,12 @@ def prepare(
         micro_batches=_positive("gradient_accumulation_steps", gradient_accumulation_steps),
         max_grad_norm=_norm(max_grad_norm),
         plan=None if plan is None else parse_plan(plan),
+        accumulation_dtype=_accumulation_dtype(model, gradient_accumulation_dtype),
     )
-    materialize(model, init)
     named = list(model.named_parameters())
     book = UpdateBook(optimizer, _groups(named, optimizer), [parameter.dtype for _, parameter in named])
+    _require_host_memory(named, preparation, book)
+    materialize(model, init)
     for index, (_, parameter) in enumerate(named):
         book.give(index, optimizer.state.get(parameter, {}), None)
     managed = ManagedModel(named, book, preparation)
@@ -192,6 +201,26 @@ def _norm(value: Any) -> float | None:
     if not isinstance(value, int | float) or not value > 0:
         raise OptionError(f"max_grad_norm={value!r}: give a positive number, math.inf, or None")
     return float(value)
+
+
+def _accumulation_dtype(model: nn.Module, dtype: Any) -> torch.dtype:
+    if dtype == torch.float32:
+        return torch.float32
+    if dtype != torch.bfloat16:
+        raise OptionError(f"gradient_accumulation_dtype={dtype!r}: choose torch.float32 or torch.bfloat16")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise OptionError(
+                f"gradient_accumulation_dtype=torch.bfloat16: {name} is float16; leave it out, so that gradients "
+                "add up in float32"
+            )
+    return torch.bfloat16
+
+
+def _require_host_memory(named: list[tuple[str, nn.Parameter]], preparation: Preparation, book: UpdateBook) -> None:
+    specs = [ParameterSpec.of(name, parameter) for name, parameter in named]
+    unloaded = sum(parameter.nbytes for _, parameter in named if parameter.is_meta)
+    preparation.host_budget.require(host_needs(specs, preparation, book, unloaded), "the prepared model")
 
 
 def _groups(named: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> list[int | None]:

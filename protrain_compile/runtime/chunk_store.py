@@ -58,9 +58,12 @@ class StoreSpec:
     def pinned_parts(self) -> list[int]:
         """Bytes of each pinned part: parameters of the host chunks, then landings."""
         host = self.host_chunks()
-        trainable = [chunk.size_bytes for chunk in host if chunk.trainable]
-        landings = trainable if not self.landings else [max(trainable, default=0)] * self.landings
-        return [chunk.size_bytes for chunk in host] + (landings if trainable else [])
+        return [chunk.size_bytes for chunk in host] + self.landing_bytes()
+
+    def landing_bytes(self) -> list[int]:
+        """Bytes of each landing: its chunk's, or, of shared slots, the largest chunks' (a long one costs one)."""
+        trainable = [chunk.size_bytes for chunk in self.host_chunks() if chunk.trainable]
+        return sorted(trainable, reverse=True)[: self.landings] if self.landings else trainable
 
     def companion_parts(self, chunk: Chunk) -> dict[str, torch.dtype]:
         """Return the data type of what completes a trainable chunk's parameters to fp32 masters, if anything."""
@@ -77,9 +80,24 @@ class StoreSpec:
         return [chunk.numel * dtype.itemsize for chunk in self.host_chunks() for dtype in parts(chunk).values()]
 
     def host_bytes(self) -> int:
-        """Host bytes that the store allocates."""
-        parts = (self.pinned_parts(), self.sizes_of(self.companion_parts), self.sizes_of(self.moment_parts))
+        """Host bytes that the store allocates at once: all but accumulators."""
+        return self.packing_bytes() + layout_offsets(self.sizes_of(self.moment_parts))[1]
+
+    def packing_bytes(self) -> int:
+        """Those that it allocates while the originals of the parameters are still alive: all but moments."""
+        parts = (self.pinned_parts(), self.sizes_of(self.companion_parts))
         return sum(layout_offsets(each)[1] for each in parts)
+
+    def accumulator_bytes(self) -> int:
+        """Host bytes of gradients that wait beyond their landing, if every chunk's does: so in the first step, too."""
+        if not self.landings:
+            return 0
+        chunks = [chunk for chunk in self.host_chunks() if chunk.trainable]
+        return sum(chunk.numel * (self.gradient_dtype or chunk.dtype).itemsize for chunk in chunks)
+
+    def most_host_bytes(self) -> int:
+        """Host bytes at most, accumulators included."""
+        return self.host_bytes() + self.accumulator_bytes()
 
 
 class ChunkStore:
@@ -97,7 +115,7 @@ class ChunkStore:
         self.spec = spec
         self.pinned = memory if memory is not None else _pinned_memory(spec.device)
         self.pageable = HostMemory()
-        budget.require(spec.host_bytes(), "the states of the model")
+        budget.require(spec.most_host_bytes(), "the states of the model")
         self.parameters: list[torch.Tensor] = []
         self.states: dict[int, ChunkStates] = {}
         self.gradients: dict[int, torch.Tensor] = {}
@@ -139,7 +157,8 @@ class ChunkStore:
         """Return the landing for a chunk's gradient and its number; ``turn`` counts the offloads so far."""
         layout = self.spec.layout.chunks
         if self.spec.landings:
-            number = turn % self.spec.landings
+            large_enough = sum(flat.nbytes >= layout[chunk].size_bytes for flat in self.landings)  # the first ones
+            number = turn % large_enough
         else:
             number = sum(c.trainable and c.index < chunk for c in self.spec.host_chunks())
         flat = self.landings[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -17,13 +18,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.prepared import Stack, Trainee, assert_same_values, batch, eager, forced, prepared, warmed
+from support.prepared import Stack, adamw, assert_same_values, batch, eager, forced, prepared, warmed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import protrain_compile
 from protrain_compile import HostMemoryError, managed
 from protrain_compile.runtime import chunk_store
+from protrain_compile.byte_text import format_size
 from protrain_compile.runtime.host_memory import HostMemory, PinningError
 from protrain_compile.runtime.host_worker import HostWorker
 from protrain_compile.updates.host import TorchUpdater
@@ -88,25 +90,57 @@ def test_peak_of_prepare(dtype: str, residency: str) -> None:
     assert final < 1.25
 
 
-def bytes_of(trainee: Trainee) -> int:
-    return trainee.managed.residency.store.spec.host_bytes()
+BUDGETS: list[dict[str, Any]] = [
+    {},
+    {"max_grad_norm": 1.0},
+    {"gradient_accumulation_steps": 4},
+    {"gradient_accumulation_steps": 2, "gradient_accumulation_dtype": torch.bfloat16},
+]
 
 
-def test_host_budget() -> None:
-    """Twenty percent too small: refused before anything is allocated, with both numbers; then all is as it was."""
-    needed = bytes_of(warmed(prepared(Stack()), 1))
-    for share, fits in ((0.8, False), (1.0, True)):
+@pytest.mark.parametrize("arguments", BUDGETS)
+@pytest.mark.parametrize("residency", ["offloaded", "split", "mixed"])
+def test_host_budget(residency: str, arguments: dict[str, Any]) -> None:
+    """Twenty percent too small: refused in ``prepare``, with both numbers, and nothing has changed; enough: trains."""
+    needed = warmed(prepared(Stack(), residency, **arguments), 1).managed.packed.store.spec.most_host_bytes()
+    model = Stack()
+    values, optimizer = copy.deepcopy(model.state_dict()), adamw(model)
+    refused = rf"needs .* of host memory, but {format_size(int(needed * 0.8))} is available \(host_memory_budget"
+    with pytest.raises(HostMemoryError, match=refused):
+        protrain_compile.prepare(
+            model, optimizer, plan=forced(residency), host_memory_budget=int(needed * 0.8), **arguments
+        )
+    assert type(optimizer) is torch.optim.AdamW
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter
+        assert torch.equal(parameter, values[name])
+    prepared(model, residency, host_memory_budget=needed, **arguments).steps(0, 1)
+
+
+def test_host_budget_of_a_model_on_meta() -> None:
+    """Originals lie on the host while they are packed; with everything on the device nothing else does."""
+    with torch.device("meta"):
         model = Stack()
-        trainee = prepared(model, host_memory_budget=int(needed * share))
-        if fits:
-            trainee.steps(0, 1)
-            continue
-        before = set(threading.enumerate())
-        with pytest.raises(HostMemoryError, match=r"needs .* of host memory, but .* is available \(host_memory_budget"):
-            trainee.step(0)
-        assert set(threading.enumerate()) == before
-        assert trainee.managed.residency is None
-        assert_same_values(trainee.model, model, rtol=0)
+    optimizer = adamw(model)
+    originals = sum(parameter.nbytes for parameter in model.parameters())
+    for budget, residency in ((originals - 1, "persistent"), (3 * originals, "offloaded")):
+        with pytest.raises(HostMemoryError, match="host_memory_budget"):
+            protrain_compile.prepare(
+                model, optimizer, plan=forced(residency), host_memory_budget=budget, init=lambda module: None
+            )
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_host_budget_that_packing_refuses() -> None:
+    """A plan that only the compiler knows asks for more: refused before anything is allocated, and all is as it was."""
+    model = Stack()
+    trainee = prepared(model, "persistent", host_memory_budget="1KiB", options={"plan": forced("offloaded")})
+    before = set(threading.enumerate())
+    with pytest.raises(HostMemoryError, match=r"needs .* of host memory, but .* is available \(host_memory_budget"):
+        trainee.step(0)
+    assert set(threading.enumerate()) == before
+    assert trainee.managed.residency is None
+    assert_same_values(trainee.model, model, rtol=0)
 
 
 def test_chunks_are_not_rounded_up() -> None:
@@ -125,8 +159,8 @@ def test_chunks_are_not_rounded_up() -> None:
     store = trainee.managed.residency.store
     parameters = sum(p.numel() for p in trainee.model.parameters()) * 4
     landings = store.spec.landings * max(chunk.size_bytes for chunk in trainee.managed.layout.chunks)
-    assert bytes_of(trainee) <= 1.01 * (3 * parameters + landings)
-    assert store.pinned.held_bytes + store.pageable.held_bytes <= 1.01 * bytes_of(trainee)
+    assert store.spec.host_bytes() <= 1.01 * (3 * parameters + landings)
+    assert store.pinned.held_bytes + store.pageable.held_bytes <= 1.01 * store.spec.host_bytes()
 
 
 class Refuses:

@@ -474,6 +474,8 @@ def test_refused_models_are_left_alone(change: Callable[[Any], Any], match: str)
         ({"host_memory_budget": -1}, "host_memory_budget"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
         ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps"),
+        ({"gradient_accumulation_dtype": torch.float16}, r"gradient_accumulation_dtype=torch\.float16: choose"),
+        ({"gradient_accumulation_dtype": "bfloat16"}, "gradient_accumulation_dtype='bfloat16': choose"),
         ({"max_grad_norm": 0}, "max_grad_norm"),
         ({"max_grad_norm": "1"}, "max_grad_norm"),
         ({"device": "meta"}, "device"),
@@ -489,6 +491,12 @@ def test_refused_arguments_leave_everything(arguments: dict[str, Any], match: st
         protrain_compile.prepare(model, optimizer, **arguments)
     assert all(type(p) is nn.Parameter and p.untyped_storage().nbytes() for p in model.parameters())
     assert type(optimizer) is torch.optim.AdamW
+
+
+def test_accumulation_in_bf16_is_refused_for_fp16() -> None:
+    model = Stack().half()
+    with pytest.raises(OptionError, match=r"gradient_accumulation_dtype=.*stem\.weight is float16"):
+        protrain_compile.prepare(model, adamw(model), gradient_accumulation_dtype=torch.bfloat16)
 
 
 def test_optimizer_and_model_must_belong_together() -> None:

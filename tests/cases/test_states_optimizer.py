@@ -26,11 +26,11 @@ from support.prepared import (
     prepared,
     warmed,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import protrain_compile
-from protrain_compile import OptionError
+from protrain_compile import OptionError, Plan
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -433,3 +433,27 @@ def test_accumulation_equals_one_big_batch(residency: str) -> None:
             (trainee.called(part) / window).backward()
         trainee.update()
     assert_same_values(trainee.model, plain.model)
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulation_type(residency: str, dtype: torch.dtype) -> None:
+    """Many small gradients beside one large one: in bf16 they are lost, as in eager; in fp32 they count."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False)).bfloat16()
+    sizes = [1.0, *[2.0**-9] * 7]
+
+    def accumulate(trainee: Trainee) -> Tensor:
+        for _ in range(2):  # from the second step on, the last of the declared backwards updates
+            trainee.optimizer.zero_grad()
+            for size in sizes:
+                trainee.called(torch.ones(1, 4, dtype=torch.bfloat16)).sum().mul(size).backward()
+            trainee.optimizer.step()
+        return trainee.optimizer.state_dict()["state"][0]["exp_avg"]
+
+    plan = Plan(uniform_policy="keep", uniform_residency=residency if residency != "mixed" else "split")
+    arguments = {"gradient_accumulation_steps": len(sizes), "gradient_accumulation_dtype": dtype}
+    trainee = prepared(model, plan, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), **arguments)
+    found = accumulate(trainee)
+    total = sum(sizes) if dtype == torch.float32 else 1.0
+    assert trainee.managed.packed.mode == "in_backward"
+    assert_close("exp_avg", found, torch.full((4, 4), total * (1 - 0.9**2)), rtol=1e-6)
