@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import protrain_compile
 from protrain_compile import HostMemoryError, managed
-from protrain_compile.runtime import chunk_store
 from protrain_compile.byte_text import format_size
+from protrain_compile.runtime import chunk_store
 from protrain_compile.runtime.host_memory import HostMemory, PinningError
 from protrain_compile.runtime.host_worker import HostWorker
 from protrain_compile.updates.host import TorchUpdater
