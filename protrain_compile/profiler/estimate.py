@@ -49,7 +49,7 @@ def estimate_template(template: Template, hardware: HardwareProfile, mode: Compi
         if module is not None:
             dying = dying_inputs(template.parts) if role == "backward" else ()
             parts[role] = _estimate_part(module, hardware, mode, dying)
-    return TemplateProfile(parts, tuple(_estimate_nodes(template.joint, hardware)))
+    return TemplateProfile(parts, tuple(estimate_nodes(template.joint, hardware)))
 
 
 def dying_inputs(parts: Parts) -> tuple[fx.Node, ...]:
@@ -82,12 +82,14 @@ def kernel_ms(kernel: Kernel, hardware: HardwareProfile) -> float:
 def _estimate_part(
     module: fx.GraphModule, hardware: HardwareProfile, mode: CompileMode, dying: tuple[fx.Node, ...]
 ) -> ArtefactCost:
-    kernels = kernels_of(module, fused=mode == "inductor")
+    fused = mode == "inductor"
+    kernels = kernels_of(module, fused=fused)
     ms = sum(kernel_ms(kernel, hardware) for kernel in kernels)
-    return ArtefactCost(ms, workspace_bytes(module, kernels, dying), len(kernels))
+    return ArtefactCost(ms, workspace_bytes(module, fused=fused, dying=dying), len(kernels))
 
 
-def _estimate_nodes(joint: fx.GraphModule, hardware: HardwareProfile) -> list[NodeCost]:
+def estimate_nodes(joint: fx.GraphModule, hardware: HardwareProfile) -> list[NodeCost]:
+    """Return the cost of every call in a joint graph, run node by node."""
     ms = {kernel.nodes[0]: kernel_ms(kernel, hardware) for kernel in kernels_of(joint, fused=False)}
     return [
         NodeCost(node.name, op_name(node), ms.get(node, 0.0), change, inside)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Collection, Iterable
 
 from torch import fx
 
-from protrain_compile.profiler.kernels import Kernel, source_of, value_bytes
+from protrain_compile.profiler.kernels import kernels_of, moves_nothing, source_of, value_bytes
 from protrain_compile.program import results_of
 
 
-def workspace_bytes(module: fx.GraphModule, kernels: list[Kernel], dying: Collection[fx.Node] = ()) -> int:
-    """Return the most allocated while ``kernels`` run, beyond what was there before and what the graph returns.
+def workspace_bytes(module: fx.GraphModule, *, fused: bool, dying: Collection[fx.Node] = ()) -> int:
+    """Return the most allocated while ``module`` runs, beyond what was there before and what the graph returns.
 
     Args:
         module: The graph.
-        kernels: Its kernels, in order.
+        fused: Whether Inductor compiles it; else it runs node by node.
         dying: The placeholders that nobody else holds: they are freed after the last kernel that reads them. With some,
             the result may be negative: the memory of what dies first serves what is made later.
 
-    A kernel that only moves memory writes over a value that dies in it, if that one is of the same size and no input.
+    A fused kernel writes over a value that dies in it, if that one is of the same size and no input.
     """
+    kernels = kernels_of(module, fused=fused)
     returned = {source_of(node) for node in results_of(module) if isinstance(node, fx.Node)}
     last = {source: kernel for kernel in kernels for source in kernel.reads}
     dies: dict[int, list[fx.Node]] = collections.defaultdict(list)
@@ -31,7 +33,7 @@ def workspace_bytes(module: fx.GraphModule, kernels: list[Kernel], dying: Collec
     live = peak = 0
     for kernel in kernels:
         dead = [value_bytes(source) for source in dies[id(kernel)]]
-        free = [] if kernel.flops else [value_bytes(s) for s in dies[id(kernel)] if s.op != "placeholder"]
+        free = [] if kernel.flops or not fused else [value_bytes(s) for s in dies[id(kernel)] if s.op != "placeholder"]
         live += _allocated(kernel.writes.values(), free)
         peak = max(peak, live)
         live -= sum(dead) - _reused(kernel.writes.values(), free)
@@ -56,14 +58,31 @@ def node_changes(module: fx.GraphModule) -> list[tuple[fx.Node, int, int]]:
     Placeholders are held by the caller; other values are freed after their last use. An operation's own scratch memory
     is not known.
     """
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    last: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        last.update((source_of(each), node) for each in node.all_input_nodes)
+    last = {owner_of(each): node for node in module.graph.nodes for each in node.all_input_nodes}
     found = []
-    for node in calls:
-        made = value_bytes(node) if source_of(node) is node else 0
-        used = {source_of(each) for each in [*node.all_input_nodes, node]}
-        freed = sum(value_bytes(each) for each in used if each.op != "placeholder" and last.get(each, node) is node)
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        made = 0 if moves_nothing(node) else value_bytes(node)
+        used = {owner_of(each) for each in [*node.all_input_nodes, node]}
+        freed = sum(owned_bytes(each) for each in used if last.get(each, node) is node)
         found.append((node, made - freed, made))
     return found
+
+
+def owner_of(node: fx.Node) -> fx.Node:
+    """Return the node with which the memory of ``node`` dies: what it is a view of, or an item of several results."""
+    while moves_nothing(node) and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem and not moves_nothing(source):
+            return node
+        node = source
+    return node
+
+
+def owned_bytes(node: fx.Node) -> int:
+    """Return the bytes that die with ``node``: none of an input, and of several results those that are no items."""
+    if node.op == "placeholder":
+        return 0
+    items = {user.args[1]: value_bytes(user) for user in node.users if owner_of(user) is user and moves_nothing(user)}
+    return value_bytes(node) - sum(items.values())

@@ -83,7 +83,7 @@ def value_bytes(node: fx.Node) -> int:
 
 def is_opaque(node: fx.Node) -> bool:
     """Whether the node is a kernel of its own: a product, attention, or one that is not fused with its neighbours."""
-    if node.op != "call_function" or _is_view(node):
+    if node.op != "call_function" or moves_nothing(node):
         return False
     name = op_name(node)
     return isinstance(node.target, HigherOrderOperator) or node_flops(node) > 0 or any(p in name for p in OPAQUE_PARTS)
@@ -91,18 +91,18 @@ def is_opaque(node: fx.Node) -> bool:
 
 def source_of(node: fx.Node) -> fx.Node:
     """Return the node whose memory ``node`` shows: itself, or what it is a view of."""
-    while _is_view(node) and node.all_input_nodes:
+    while moves_nothing(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
+def moves_nothing(node: fx.Node) -> bool:
     """Whether running the node moves nothing: a view, or an item of a result."""
     return is_view(node) or node.target is operator.getitem or op_name(node) in UNSAFE_VIEWS
 
 
 def _computes(node: fx.Node) -> bool:
-    return node.op == "call_function" and not _is_view(node) and value_bytes(node) > 0
+    return node.op == "call_function" and not moves_nothing(node) and value_bytes(node) > 0
 
 
 def _single(node: fx.Node) -> Kernel:
@@ -219,7 +219,7 @@ class _Fusion:
 
 def _users_through_views(node: fx.Node) -> Iterable[fx.Node]:
     for user in node.users:
-        if user.op == "call_function" and _is_view(user):
+        if user.op == "call_function" and moves_nothing(user):
             yield from _users_through_views(user)
         else:
             yield user

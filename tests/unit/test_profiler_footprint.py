@@ -5,7 +5,6 @@ from support.capture import Graph
 
 from passes.node_facts import op_name
 from protrain_compile.profiler.footprint import node_changes, workspace_bytes
-from protrain_compile.profiler.kernels import kernels_of
 
 aten = torch.ops.aten
 SIZE = 16 * 4
@@ -39,7 +38,7 @@ def test_workspace_is_beyond_the_results() -> None:
     second = g.call(aten.mm.default, first, w)
     third = g.call(aten.mm.default, second, w)
     module = g.module(third)
-    assert workspace_bytes(module, kernels_of(module, fused=True)) == SIZE  # two alive at once, one returned
+    assert workspace_bytes(module, fused=True) == SIZE  # two alive at once, one returned
 
 
 def test_a_kernel_writes_over_what_dies_in_it_but_not_over_an_input() -> None:
@@ -47,11 +46,12 @@ def test_a_kernel_writes_over_what_dies_in_it_but_not_over_an_input() -> None:
     x, w = g.input("x", 4, 4), g.input("w", 4, 4)
     product = g.call(aten.mm.default, x, w)
     module = g.module(g.call(aten.exp.default, product))
-    assert workspace_bytes(module, kernels_of(module, fused=True)) == 0
+    assert workspace_bytes(module, fused=True) == 0
+    assert workspace_bytes(module, fused=False) == SIZE
     g = Graph()
     x = g.input("x", 4, 4)
     module = g.module(g.call(aten.exp.default, x))
-    assert workspace_bytes(module, kernels_of(module, fused=True), dying=(x,)) == 0
+    assert workspace_bytes(module, fused=True, dying=(x,)) == 0
 
 
 def test_an_input_that_dies_makes_room() -> None:
@@ -59,6 +59,5 @@ def test_an_input_that_dies_makes_room() -> None:
     x, w = g.input("x", 4, 4), g.input("w", 4, 4)
     first = g.call(aten.sum.dim_IntList, x, [1])
     module = g.module(first, g.call(aten.mm.default, w, w))
-    kernels = kernels_of(module, fused=True)
-    assert workspace_bytes(module, kernels) == 0
-    assert workspace_bytes(module, kernels, dying=(x,)) == -SIZE
+    assert workspace_bytes(module, fused=True) == 0
+    assert workspace_bytes(module, fused=True, dying=(x,)) == -SIZE
