@@ -1,0 +1,235 @@
+"""The jobs of one step: what each stream does, for how long when nothing disturbs it, and what it waits for.
+
+Operations become jobs as the residency carries them out (``wait``, ``release`` and ``bind`` take no time; they only say
+who waits for whom)::
+
+    stream    job         waits for
+    compute   call        the arrival of the chunks that it reads
+              collect     the arrival and the departure of what was in the buffer
+              update      of a persistent chunk
+    h2d       prefetch    the buffer's last reader, the departure of gradients from it, the chunk's last update
+    d2h       offload     collect; the host to have emptied the landing
+    host      update      offload
+
+A stream does its jobs in order. Jobs of a step may wait for jobs of the step before. The thread that launches them is a
+resource, too: it starts a step when the device has done the last one (batches come from pageable memory or the loss is
+read, and either waits for the device), and with clipping it waits for the gradient's norm before the updates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, cast
+
+from protrain_compile.lowering import Choice, Lowered, Op
+from protrain_compile.profile import Format, HardwareProfile, Profile, Role
+from protrain_compile.step_shape import ChunkShape, StepShape
+from protrain_compile.updates.threads import threads_of_share
+
+COMPUTE, H2D, D2H, HOST = range(4)
+STREAMS = ("compute", "h2d", "d2h", "host")
+
+CHUNK_LAUNCHES = {"wait": 1, "release": 1, "prefetch": 4, "collect": 3, "offload": 5, "update": 1}
+"""Calls into the driver for an operation on a chunk (waits, copies, kernels and events in ``residency``)."""
+
+COLLECT_PASSES = 3
+"""Times that ``collect`` reads or writes a chunk's bytes: it clears the buffer, reads gradients and writes them."""
+
+Ref = tuple[int, int]
+"""A job: its number in its step, and 0 for the same step or -1 for the one before."""
+
+
+class Job(NamedTuple):
+    """One job.
+
+    Attributes:
+        stream: COMPUTE, H2D, D2H or HOST.
+        ms: Its time alone.
+        after: The jobs that it waits for.
+        launched_ms: When the launching thread has launched it, counted from the end of ``since``.
+        since: The job whose end the launching thread waited for last.
+    """
+
+    stream: int
+    ms: float
+    after: tuple[Ref, ...]
+    launched_ms: float
+    since: Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class StepJobs:
+    """The jobs of a step in the order in which they are launched.
+
+    Attributes:
+        jobs: The jobs.
+        job_of: For every operation of forward and backward, in order: its job, or -1.
+        last_compute: The job that ends a step on the device.
+    """
+
+    jobs: tuple[Job, ...]
+    job_of: tuple[int, ...]
+    last_compute: int
+
+
+def step_jobs(shape: StepShape, profile: Profile, choice: Choice, lowered: Lowered) -> StepJobs:
+    """Return the jobs of a step in steady state: its first prefetches wait for what the step before did last."""
+    writer = _Writer(shape, profile, choice)
+    writer.write(lowered)
+    # A frozen chunk may still be in its buffer when the next step begins: its prefetch is then no job.
+    for _ in range(1 if all(chunk.updated for chunk in shape.chunks) else 2):
+        writer = writer.next_step()
+        writer.write(lowered)
+    return StepJobs(tuple(writer.jobs), tuple(writer.job_of), writer.last_compute[0])
+
+
+class Durations:
+    """How long jobs take alone, in ms."""
+
+    def __init__(self, shape: StepShape, hardware: HardwareProfile) -> None:
+        self.hardware = hardware
+        self._threads = threads_of_share(hardware.cores)
+        self._passes = COLLECT_PASSES + shape.clips
+
+    def prefetch(self, chunk: ChunkShape) -> float:
+        """Return the time of a copy to the device."""
+        return chunk.size_bytes / self.hardware.h2d.alone_gb_per_s / 1e6
+
+    def offload(self, chunk: ChunkShape) -> float:
+        """Return the time of a copy from the device."""
+        return chunk.size_bytes / self.hardware.d2h.alone_gb_per_s / 1e6
+
+    def collect(self, chunk: ChunkShape) -> float:
+        """Return the time of writing gradients into a chunk, and with clipping of measuring their norm."""
+        return self._passes * chunk.size_bytes / self.hardware.device_gb_per_s / 1e6
+
+    def host_update(self, chunk: ChunkShape) -> float:
+        """Return the time of an update on the host."""
+        return chunk.numel / self.hardware.host_update(chunk.format, self._threads).gparams_per_s / 1e6
+
+    def device_update(self, chunk: ChunkShape) -> float:
+        """Return the time of an update on the device."""
+        return chunk.numel / device_update_rate(self.hardware, chunk.format) / 1e6
+
+
+def device_update_rate(hardware: HardwareProfile, format: Format) -> float:
+    """Return G parameters/s of device updates; of the slowest format that was measured for one that was not."""
+    rates = hardware.device_update_gparams_per_s
+    return rates.get(format) or min(rates.values(), default=hardware.device_gb_per_s / 28)
+
+
+class _Writer:
+    """Writes the jobs of one step; what is known at its end begins the next."""
+
+    def __init__(self, shape: StepShape, profile: Profile, choice: Choice) -> None:
+        self.shape = shape
+        self.profile = profile
+        self.choice = choice
+        self.durations = Durations(shape, profile.hardware)
+        self.jobs: list[Job] = []
+        self.job_of: list[int] = []
+        self.last_compute: Ref = (-1, -1)
+        self.holder: dict[int, int] = {}
+        self.arrival: dict[int, Ref] = {}
+        self.read: dict[int, Ref] = {}
+        self.left: dict[int, Ref] = {}
+        self.updated: dict[int, Ref] = {}
+        self.emptied: list[Ref] = []
+        self.offloaded: dict[int, Ref] = {}
+        self._awaited: list[Ref] = []
+        self._launched_ms = 0.0
+        self._since: Ref = (-1, -1)
+        self._pending: list[int] = []
+
+    def next_step(self) -> _Writer:
+        """Return a writer that knows what this step left behind."""
+        found = _Writer(self.shape, self.profile, self.choice)
+        found.holder = dict(self.holder)
+        for name in ("arrival", "read", "left", "updated"):
+            setattr(found, name, {key: (job, -1) for key, (job, step) in getattr(self, name).items() if step == 0})
+        found.emptied = [(job, -1) for job, step in self.emptied if step == 0]
+        found.last_compute = found._since = (self.last_compute[0], -1)
+        return found
+
+    def write(self, lowered: Lowered) -> None:
+        """Write the jobs of a step."""
+        for op in (*lowered.forward, *lowered.backward):
+            before = len(self.jobs)
+            if op.segment >= 0:
+                self._call(op)
+            elif op.op in CHUNK_LAUNCHES:
+                self._launch(CHUNK_LAUNCHES[op.op])
+                getattr(self, f"_{op.op}")(op.chunk, op.buffer)
+            self.job_of.append(before if len(self.jobs) > before else -1)
+        if self._pending:
+            if self.shape.clips:
+                self._since, self._launched_ms = self.last_compute, 0.0
+            for chunk in sorted(self._pending):
+                self._launch(CHUNK_LAUNCHES["update"])
+                self._apply(chunk)
+
+    def _launch(self, calls: int) -> None:
+        self._launched_ms += calls * self.profile.hardware.launch_us / 1e3
+
+    def _add(self, stream: int, ms: float, after: list[Ref | None]) -> Ref:
+        known = tuple(dict.fromkeys(ref for ref in after if ref is not None and ref[0] >= 0))
+        self.jobs.append(Job(stream, ms, known, self._launched_ms, self._since))
+        return (len(self.jobs) - 1, 0)
+
+    def _compute(self, ms: float, after: list[Ref | None]) -> None:
+        self.last_compute = self._add(COMPUTE, ms, [*self._awaited, *after])
+        self._awaited = []
+
+    def _call(self, op: Op) -> None:
+        parts = self.profile.templates[self.shape.segments[op.segment].template].parts
+        cost = parts.get(cast("Role", op.op))
+        self._launch(cost.launches if cost is not None else 0)
+        self._compute(cost.ms if cost is not None else 0.0, [])
+
+    def _wait(self, chunk: int, buffer: int) -> None:
+        if buffer in self.arrival:
+            self._awaited.append(self.arrival[buffer])
+
+    def _release(self, chunk: int, buffer: int) -> None:
+        self.read[buffer] = self.last_compute
+
+    def _prefetch(self, chunk: int, buffer: int) -> None:
+        if self.holder.get(buffer) == chunk:
+            return
+        after = [self.read.get(buffer), self.left.get(buffer), self.updated.get(chunk)]
+        self.arrival[buffer] = self._add(H2D, self.durations.prefetch(self.shape.chunks[chunk]), after)
+        self.holder[buffer] = chunk
+
+    def _collect(self, chunk: int, buffer: int) -> None:
+        after = [] if buffer < 0 else [self.arrival.get(buffer), self.left.get(buffer)]
+        self._compute(self.durations.collect(self.shape.chunks[chunk]), after)
+        self.holder.pop(buffer, None)
+
+    def _offload(self, chunk: int, buffer: int) -> None:
+        self.read[buffer] = self.last_compute
+        after = [self.last_compute, self._landing(chunk)]
+        self.offloaded[chunk] = self._add(D2H, self.durations.offload(self.shape.chunks[chunk]), after)
+        self.left[buffer] = self.offloaded[chunk]
+
+    def _landing(self, chunk: int) -> Ref | None:
+        """Return the host update that empties the landing which this chunk's gradient goes to."""
+        slots = self.shape.landings
+        if not slots:
+            return self.updated.get(chunk)
+        return self.emptied[-slots] if len(self.emptied) >= slots else None
+
+    def _update(self, chunk: int, buffer: int) -> None:
+        if self.shape.update_mode == "in_backward":
+            self._apply(chunk)
+        else:
+            self._pending.append(chunk)
+
+    def _apply(self, chunk: int) -> None:
+        if self.choice.residency[chunk] == "persistent":
+            self._compute(self.durations.device_update(self.shape.chunks[chunk]), [])
+            return
+        ms = self.durations.host_update(self.shape.chunks[chunk])
+        self.updated[chunk] = self._add(HOST, ms, [self.offloaded.get(chunk)])
+        if self.shape.landings:
+            self.emptied.append(self.updated[chunk])
+        self.holder = {buffer: held for buffer, held in self.holder.items() if held != chunk}
