@@ -47,15 +47,16 @@ def protrain(
         OptionError: If an option is unknown or has a bad value, or ``mode`` is given.
         PlanError: If the plan is malformed or does not fit the graph's blocks.
     """
-    build = _Build(gm, Options.parse(options, mode))
-    return compat.run_aot(
-        gm,
-        example_inputs,
-        partition=build.partition,
-        forward_compiler=build.compile_forward,
-        backward_compiler=build.compile_backward,
-        inference_compiler=build.compile_inference,
-    )
+    with compat.errors_as_themselves():
+        build = _Build(gm, Options.parse(options, mode))
+        return compat.run_aot(
+            gm,
+            example_inputs,
+            partition=build.partition,
+            forward_compiler=build.compile_forward,
+            backward_compiler=build.compile_backward,
+            inference_compiler=build.compile_inference,
+        )
 
 
 class _Build:

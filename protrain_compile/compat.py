@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import fx
 
-from protrain_compile.errors import VersionError
+from protrain_compile.errors import ProtrainError, VersionError
 
 log = logging.getLogger("protrain_compile.compat")
 
@@ -52,6 +52,7 @@ import torch._functorch.config as functorch_config  # noqa: E402
 import torch._functorch.partitioners as partitioners  # noqa: E402
 import torch._inductor.config as inductor_config  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
+from torch._dynamo.exc import ShortenTraceback  # noqa: E402
 from torch._guards import TracingContext, tracing  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # noqa: E402
@@ -92,6 +93,31 @@ def run_aot(
         )
         compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
         return compiled
+
+
+class _Carrier(ShortenTraceback):
+    """Brings an error through Dynamo, which wraps any other kind as ``BackendCompilerFailed`` and cuts its message up.
+
+    Dynamo passes its own errors with long tracebacks on, and lastly raises what their ``remove_dynamo_frames`` returns.
+    """
+
+    def __init__(self, error: ProtrainError) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self.error = error
+
+    def remove_dynamo_frames(self) -> ProtrainError:  # type: ignore[override]
+        return self.error
+
+
+@contextlib.contextmanager
+def errors_as_themselves() -> Iterator[None]:
+    """Let the user see a ProtrainError raised inside as it is, where Dynamo is the caller."""
+    try:
+        yield
+    except ProtrainError as error:
+        if TracingContext.try_get() is None:  # called by hand
+            raise
+        raise _Carrier(error) from error
 
 
 def _donate_nothing() -> None:

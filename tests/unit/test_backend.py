@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 import protrain_compile
 from passes import pass_names
-from protrain_compile import Plan, ProtrainError
+from protrain_compile import OptionError, Plan, PlanError, ProtrainError
 from protrain_compile.backend import protrain, traced_by_another_compiler
 
 
@@ -42,15 +42,29 @@ def test_the_entry_point() -> None:
     ],
 )
 def test_bad_options_reach_the_user(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception, match=message) as caught:
-        compile_with(GPT(2), **options)(tokens())
-    chain = [caught.value, caught.value.__cause__, getattr(caught.value, "inner_exception", None)]
-    assert any(isinstance(each, ProtrainError) for each in chain)
+    """As themselves: not inside an error of Dynamo, and with a traceback that begins in the user's code."""
+    model = GPT(2)
+    with pytest.raises(ProtrainError, match=message) as caught:
+        compile_with(model, **options)(tokens())
+    assert type(caught.value) in (OptionError, PlanError)
+    assert caught.value.__cause__ is None
+    assert compile_with(model)(tokens()).isfinite().all()
+
+
+def test_errors_of_a_backend_called_by_hand_are_not_wrapped() -> None:
+    with pytest.raises(OptionError, match="unknown option"):
+        protrain(fx.symbolic_trace(nn.Identity()), [], options={"plans": 1})
+
+
+def test_other_errors_are_dynamos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protrain_compile.backend.describe_inputs", lambda gm: 1 / 0)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="ZeroDivisionError"):
+        compile_with(GPT(2))(tokens())
 
 
 def test_modes_are_refused() -> None:
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="the protrain backend has no modes"):
+    with pytest.raises(OptionError, match="the protrain backend has no modes"):
         torch.compile(GPT(2), backend="protrain", mode="reduce-overhead")(tokens())
 
 
