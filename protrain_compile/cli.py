@@ -8,14 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from protrain_compile import __version__
-from protrain_compile.demo.run import run
-from protrain_compile.demo.settings import add_arguments, read_settings
+from protrain_compile.commands import demo
 from protrain_compile.errors import OptionError, ProtrainError
 
-DEMO_DESCRIPTION = """\
-Train a byte-level GPT with torch.compile(model, backend="protrain"): prints the schedule that runs, the loss on
-text the model has not seen, and some text that the model makes up. The defaults take about two minutes on two CPU
-cores, and seconds on a GPU."""
+COMMANDS = (demo,)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: argparse.ArgumentParser = parsed.parser
     _prepare_output()
     try:
-        return run(read_settings(parsed))
+        status: int = parsed.execute(parsed)
+        return status
     except OptionError as error:
         command.error(str(error))
     except ProtrainError as error:
@@ -40,9 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"protrain {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    demo = commands.add_parser("demo", help="train a small GPT and print the schedule", description=DEMO_DESCRIPTION)
-    add_arguments(demo)
-    demo.set_defaults(parser=demo)
+    for command in COMMANDS:
+        command.add(commands)
     return parser
 
 

@@ -7,18 +7,18 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from protrain_compile.commands.arguments import at_least, device
 from protrain_compile.errors import OptionError, PlanError
 from protrain_compile.options import CompileMode
 from protrain_compile.plan import Plan, Policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LARGEST_SEED = 2**63 - 1  # what torch.Generator takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", type=_device, metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if any)")
+    group.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if any)")
     group.add_argument(
         "--dtype", choices=DTYPES, help="type of matrix products (default: bfloat16 on cuda, float32 on cpu)"
     )
@@ -96,7 +96,7 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_backend_arguments(group: argparse._ArgumentGroup) -> None:
     policies = group.add_mutually_exclusive_group()
     policies.add_argument(
-        "--recompute", type=_at_least(0), metavar="N", help="recompute the first N blocks in the backward (default: 0)"
+        "--recompute", type=at_least(0), metavar="N", help="recompute the first N blocks in the backward (default: 0)"
     )
     policies.add_argument("--plan", type=Path, metavar="FILE", help="a Plan as JSON, in place of --recompute")
     _add_choice(group, "--compile", ("inductor", "eager"), "run compiled pieces, or one ATen operation at a time")
@@ -117,7 +117,7 @@ def _add_result_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_integer(group: argparse._ArgumentGroup, flag: str, default: int, text: str, *, minimum: int = 1) -> None:
-    parse = _at_least(minimum)
+    parse = at_least(minimum)
     group.add_argument(flag, type=parse, default=default, metavar="N", help=f"{text} (default: {default})")
 
 
@@ -183,21 +183,6 @@ def _load_plan(path: Path, blocks: int) -> Plan:
         raise OptionError(f"argument --plan: {path}: {error}") from error
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not minimum <= value <= LARGEST_SEED:
-            raise argparse.ArgumentTypeError(
-                f"{value} is too {'small' if value < minimum else 'large'}; use {minimum} or more"
-            )
-        return value
-
-    return parse
-
-
 def _learning_rate(text: str) -> float:
     try:
         value = float(text)
@@ -206,19 +191,3 @@ def _learning_rate(text: str) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise argparse.ArgumentTypeError(f"{text} is no learning rate; use a number above 0, such as 3e-3")
     return value
-
-
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not supported; use cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise argparse.ArgumentTypeError("this machine has no CUDA device that PyTorch can use; use cpu")
-        if device.index is not None and device.index >= count:
-            raise argparse.ArgumentTypeError(f"{text!r}: the devices are cuda:0 to cuda:{count - 1}")
-    return device

@@ -9,6 +9,7 @@ import torch
 
 import protrain_compile
 from protrain_compile import cli
+from protrain_compile.commands import demo
 from protrain_compile.demo import settings
 from protrain_compile.demo.settings import Settings
 from protrain_compile.plan import Plan
@@ -23,7 +24,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         seen.append(settings)
         return 0
 
-    monkeypatch.setattr(cli, "run", record)
+    monkeypatch.setattr(demo, "run", record)
     return seen
 
 
@@ -157,7 +158,7 @@ def test_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     def interrupt(_: Settings) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run", interrupt)
+    monkeypatch.setattr(demo, "run", interrupt)
     assert cli.main(["demo"]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
