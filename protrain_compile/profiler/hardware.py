@@ -1,0 +1,171 @@
+"""The hardware profile: what this machine's device, link and host can do, measured in a few seconds.
+
+=================  ==========================================================================================
+figure             measured as
+=================  ==========================================================================================
+matmul_tflops      a square product by type, median
+device_gb_per_s    a kernel that reads and writes every element of an array once
+h2d, d2h           pinned copies on their own streams: alone, both ways, and both ways beside host updates
+host_updates       the updater that training uses, by format, with its threads and half of them
+device updates     the same updates on the device, by format
+launch_us          the launching thread's time for a tiny kernel, the device being busy
+=================  ==========================================================================================
+
+The collectives and the disk are not measured here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from protrain_compile.profile import Format, HardwareProfile, HostUpdateRate, LinkRate
+from protrain_compile.profiler.link import CpuLink, CudaLink, Link, measure_link
+from protrain_compile.profiler.meter import Meter, make_meter, time_call
+from protrain_compile.profiler.templates import measuring
+from protrain_compile.profiler.update_rates import (
+    FORMATS,
+    device_gparams_per_s,
+    host_arrays,
+    host_gparams_per_s,
+    segments_of,
+    thread_counts,
+)
+from protrain_compile.runtime.host_budget import cgroup_folders, read_text
+from protrain_compile.runtime.host_memory import HostMemory
+from protrain_compile.updates.host import make_host_updater
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much data is used: enough to be in no cache, and little enough to be quick.
+
+    Attributes:
+        product: Rows and columns of a product's factors.
+        copy_bytes: Bytes of one copy over the link.
+        array_bytes: Bytes of the array that the memory rate is told from.
+        parameters: Parameters of an update.
+        launches: Tiny kernels that are launched.
+    """
+
+    product: int
+    copy_bytes: int
+    array_bytes: int
+    parameters: int
+    launches: int
+
+
+LARGE = Sizes(product=8192, copy_bytes=128 << 20, array_bytes=1 << 30, parameters=1 << 25, launches=500)
+SMALL = Sizes(product=128, copy_bytes=1 << 20, array_bytes=1 << 20, parameters=1 << 16, launches=50)
+"""For the CPU, and for tests."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def measure_hardware(device: torch.device, sizes: Sizes | None = None) -> HardwareProfile:
+    """Return the HardwareProfile of ``device`` and its host.
+
+    Args:
+        device: A CUDA device (with its index, if not the current one), or the CPU.
+        sizes: How much data is used; by default large on a CUDA device and small on the CPU.
+    """
+    sizes = sizes or (LARGE if device.type == "cuda" else SMALL)
+    with _current(device), measuring(device):
+        meter = make_meter(device)
+        h2d, d2h, host_updates = _measure_host(device, sizes)
+        return HardwareProfile(
+            name=device_name(device),
+            device_bytes=device_bytes(device),
+            host_bytes=host_bytes(),
+            cores=len(os.sched_getaffinity(0)),
+            matmul_tflops={str(dtype).removeprefix("torch."): _product(meter, sizes, dtype) for dtype in DTYPES},
+            device_gb_per_s=_memory_rate(meter, sizes),
+            h2d=h2d,
+            d2h=d2h,
+            host_updates=host_updates,
+            device_update_gparams_per_s={f: device_gparams_per_s(f, sizes.parameters, meter) for f in FORMATS},
+            launch_us=_launch_us(meter, sizes),
+            source=f"Measured by protrain on {datetime.datetime.now(datetime.UTC).date()} with torch "
+            f"{torch.__version__}, Python {platform.python_version()}, {platform.machine()}.",
+        )
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the device calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the device's memory; of the CPU, the host's."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_bytes()
+
+
+def host_bytes() -> int:
+    """Return the host's memory, or what the process's control groups allow of it."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    names = ("memory.max", "memory.limit_in_bytes")
+    texts = (read_text(Path(folder) / name) or "" for folder in cgroup_folders("memory") for name in names)
+    return min([*limits, *(int(text) for text in texts if text.strip().isdecimal())])
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _product(meter: Meter, sizes: Sizes, dtype: torch.dtype) -> float:
+    left, right = (torch.randn(sizes.product, sizes.product, device=meter.device).to(dtype) for _ in range(2))
+    return 2 * sizes.product**3 / time_call(meter, lambda: left @ right).ms / 1e9
+
+
+def _memory_rate(meter: Meter, sizes: Sizes) -> float:
+    array = torch.ones(sizes.array_bytes // 4, device=meter.device)
+    return 2 * sizes.array_bytes / time_call(meter, lambda: array.mul_(0.999)).ms / 1e6
+
+
+def _launch_us(meter: Meter, sizes: Sizes) -> float:
+    """Return the time of the launching thread for one kernel; on the CPU the whole operation's."""
+    tiny = torch.zeros(1, device=meter.device)
+    meter.finish(lambda: tiny.add_(1.0))
+    watch = meter.stopwatch()  # a CUDA device is kept busy from here on
+    laps = []
+    for _ in range(sizes.launches):
+        start = time.perf_counter()
+        tiny.add_(1.0)
+        laps.append(time.perf_counter() - start)
+    watch.laps_ms()
+    return statistics.median(laps) * 1e6
+
+
+def _measure_host(device: torch.device, sizes: Sizes) -> tuple[LinkRate, LinkRate, tuple[HostUpdateRate, ...]]:
+    """Measure host updates, and the link, which shares the host's memory with them."""
+    memory = HostMemory()
+    link = CudaLink(device, sizes.copy_bytes) if device.type == "cuda" else CpuLink(sizes.copy_bytes)
+    try:
+        found = [_updates(format, threads, sizes, memory, link) for format in FORMATS for threads in thread_counts()]
+    finally:
+        if isinstance(link, CudaLink):
+            link.close()
+        memory.close()
+    h2d, d2h, _ = found[len(thread_counts()) - 1]  # beside the split format, with the threads that training uses
+    return h2d, d2h, tuple(rate for _, _, rate in found)
+
+
+def _updates(
+    format: Format, threads: int, sizes: Sizes, memory: HostMemory, link: Link
+) -> tuple[LinkRate, LinkRate, HostUpdateRate]:
+    arrays = host_arrays(format, sizes.parameters, memory)
+    states, gradient = arrays
+    segments = segments_of(states)
+    with contextlib.closing(make_host_updater(threads)) as updater:
+        alone = host_gparams_per_s(updater, arrays)
+        h2d, d2h, per_second = measure_link(link, lambda: updater.update(states, gradient, segments))
+    memory.close()
+    return h2d, d2h, HostUpdateRate(format, threads, alone, per_second * sizes.parameters / 1e9)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from protrain_compile.profile import HardwareProfile
+from protrain_compile.profiler import hardware
+from protrain_compile.profiler.hardware import Sizes, host_bytes, measure_hardware
+from protrain_compile.profiler.link import UPDATES, CpuLink, Rates, measure_link, repeated
+from protrain_compile.profiler.update_rates import FORMATS, host_arrays, segments_of, thread_counts
+from protrain_compile.runtime.host_memory import HostMemory
+
+CPU = torch.device("cpu")
+TINY = Sizes(product=16, copy_bytes=4096, array_bytes=4096, parameters=1024, launches=5)
+
+
+def test_everything_is_measured_on_the_cpu() -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    found = measure_hardware(CPU, TINY)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert set(found.matmul_tflops) == {"bfloat16", "float16", "float32"}
+    assert set(found.device_update_gparams_per_s) == set(FORMATS)
+    assert {(rate.format, rate.threads) for rate in found.host_updates} == {
+        (format, threads) for format in FORMATS for threads in thread_counts()
+    }
+    assert found.device_bytes == found.host_bytes == host_bytes()
+    assert torch.__version__ in found.source
+    assert HardwareProfile.from_json(found.to_json()) == found  # all figures are above 0
+
+
+class Recorded:
+    """A link that says who copied, and how fast it pretends to be."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+
+    def rates(self, directions: tuple[str, ...]) -> Rates:
+        self.asked.append(directions)
+        speed = float(10 * len(self.asked))
+        return Rates(*(speed + i if each in directions else 0.0 for i, each in enumerate(("h2d", "d2h"))))
+
+
+def test_a_link_is_measured_alone_both_ways_and_beside_updates() -> None:
+    link, updates = Recorded(), []
+    h2d, d2h, per_second = measure_link(link, lambda: (updates.append(1), time.sleep(0.001)))
+    both = ("h2d", "d2h")
+    assert link.asked[:4] == [both, ("h2d",), ("d2h",), both]
+    assert set(link.asked[4:]) == {both}
+    assert (h2d.alone_gb_per_s, d2h.alone_gb_per_s) == (20.0, 31.0)
+    assert (h2d.both_gb_per_s, d2h.both_gb_per_s) == (40.0, 41.0)
+    assert d2h.beside_updates_gb_per_s == h2d.beside_updates_gb_per_s + 1 > 50
+    assert len(updates) >= UPDATES
+    assert 0 < per_second < 1000
+
+
+def test_an_update_that_fails_is_not_waited_for() -> None:
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        measure_link(Recorded(), fail)
+
+
+def test_repeating_ends_with_its_block() -> None:
+    with repeated(lambda: time.sleep(0.001)) as ends:
+        while len(ends) < 2:
+            time.sleep(0.001)
+    seen = len(ends)
+    time.sleep(0.01)
+    assert len(ends) == seen
+
+
+def test_a_cpu_link_copies() -> None:
+    link = CpuLink(64)
+    link._pairs["h2d"][1].fill_(7)
+    found = link.rates(("h2d",))
+    assert bool((link._pairs["h2d"][0] == 7).all())
+    assert found.h2d > 0
+    assert found.d2h == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_host_arrays_are_what_an_update_takes(format: str) -> None:
+    memory = HostMemory()
+    states, gradient = host_arrays(format, 64, memory)  # type: ignore[arg-type]
+    assert states.format.name.lower() == format
+    assert gradient.dtype == states.param.dtype
+    (segment,) = segments_of(states)
+    assert (segment.begin, segment.end) == (0, 64)
+    memory.close()
+
+
+def test_a_control_group_bounds_host_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(hardware, "cgroup_folders", lambda _: [tmp_path])
+    physical = host_bytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_bytes() == physical
+    (tmp_path / "memory.max").write_text("4096\n")
+    assert host_bytes() == 4096
