@@ -14,9 +14,10 @@ import torch
 from passes.pack_chunks import pack_chunks
 from protrain_compile.chunks import ChunkLayout, ParameterSpec, Residency
 from protrain_compile.plan import Plan
-from protrain_compile.planner import choose_buffers, choose_residency
+from protrain_compile.planner import choose_residency, default_buffers
 from protrain_compile.runtime.chunk_store import StoreSpec
 from protrain_compile.runtime.host_budget import HostBudget
+from protrain_compile.shape_reader import Training
 from protrain_compile.update_book import UpdateBook
 
 LANDINGS = 4
@@ -95,12 +96,59 @@ def decide(
     Raises:
         PlanError: If the plan is for another number of chunks.
     """
-    travelling = [dataclasses.replace(spec, dtype=read_as.get(index, spec.dtype)) for index, spec in enumerate(specs)]
-    hoisted = any(ours.dtype != theirs.dtype for ours, theirs in zip(travelling, specs, strict=True))
-    layout = pack_chunks(travelling, first_uses, plan.chunk_bytes)
+    layout = lay_out(specs, first_uses, read_as, plan.chunk_bytes)
     residency = choose_residency(layout, plan, preparation.free_bytes(), book.state_bytes)
-    spec = store_spec(layout, residency, preparation, book, hoisted=hoisted)
-    return Packing(spec, choose_buffers(layout, residency, plan))
+    spec = store_spec(layout, residency, preparation, book, hoisted=_is_hoisted(layout, specs))
+    return Packing(spec, plan.buffers or default_buffers(residency))
+
+
+def lay_out(
+    specs: Sequence[ParameterSpec],
+    first_uses: Sequence[Sequence[int]],
+    read_as: Mapping[int, torch.dtype],
+    chunk_bytes: int | None = None,
+) -> ChunkLayout:
+    """Return the chunks of a model, which hold parameters as the graph reads them; see ``decide``."""
+    travelling = [dataclasses.replace(spec, dtype=read_as.get(index, spec.dtype)) for index, spec in enumerate(specs)]
+    return pack_chunks(travelling, first_uses, chunk_bytes)
+
+
+def training_of(
+    layout: ChunkLayout,
+    places: Mapping[int, int],
+    specs: Sequence[ParameterSpec],
+    preparation: Preparation,
+    book: UpdateBook,
+) -> Training:
+    """Return how a model of these chunks trains, for planning.
+
+    Args:
+        layout: The chunks.
+        places: Index of the managed parameter, by position among the graph's inputs.
+        specs: All parameters of the model, as the user has them.
+        preparation: What the user said.
+        book: Which update every parameter gets.
+    """
+    offloaded: Residency = "offloaded"
+    residency = (offloaded,) * len(layout.chunks)
+    spec = store_spec(layout, residency, preparation, book, hoisted=_is_hoisted(layout, specs))
+    waits = preparation.max_grad_norm is not None
+    half = any(each.trainable and each.dtype == torch.float16 for each in specs)
+    return Training(
+        layout=layout,
+        place_of={position: layout.place_of[index] for position, index in places.items()},
+        moments=tuple(len(spec.moment_parts(chunk)) for chunk in layout.chunks),
+        update_mode="at_step" if waits or half else "in_backward",
+        landings=spec.landings,
+        clips=waits,
+        gradient_dtype=spec.gradient_dtype,
+        accumulates=preparation.micro_batches > 1,
+    )
+
+
+def _is_hoisted(layout: ChunkLayout, specs: Sequence[ParameterSpec]) -> bool:
+    """Whether a chunk holds a parameter in another type than the user has it in."""
+    return any(ours.dtype != theirs.dtype for ours, theirs in zip(layout.parameters, specs, strict=True))
 
 
 def store_spec(

@@ -52,9 +52,7 @@ def choose_residency(
     return tuple(chosen)
 
 
-def choose_buffers(layout: ChunkLayout, residency: tuple[Residency, ...], plan: Plan | None) -> int:
-    """Return how many standard chunk buffers there are: the Plan's, or enough to copy ahead."""
-    if plan is not None and plan.buffers is not None:
-        return plan.buffers
+def default_buffers(residency: tuple[Residency, ...]) -> int:
+    """Return how many standard chunk buffers there are where nobody says: enough to copy ahead."""
     offloaded = sum(each == "offloaded" for each in residency)
     return max(MIN_BUFFERS, min(DEFAULT_BUFFERS, offloaded))

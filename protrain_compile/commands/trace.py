@@ -17,11 +17,12 @@ from torch import fx, nn
 from passes import structure_pipeline
 from protrain_compile import compat
 from protrain_compile.capture import capture_program, describe_inputs, model_name
+from protrain_compile.chunks import ParameterSpec
 from protrain_compile.errors import TraceError
 from protrain_compile.guards import ManagedParameter
 from protrain_compile.managed import ManagedModel
 from protrain_compile.packing import Preparation
-from protrain_compile.program import Program
+from protrain_compile.program import Program, fake_value
 from protrain_compile.update_book import UpdateBook
 
 
@@ -47,15 +48,28 @@ class TracedModel:
 
     Attributes:
         program: Its joint graph, segments and templates.
-        managed: Its parameters and their updates; nothing is packed.
-        first_uses: Parameters (by index) that each segment uses, in execution order.
-        read_as: Data type in which the graph reads each parameter.
+        specs: Its parameters, in module order.
+        book: Their updates.
+        places: Index of the parameter that each position among the graph's primals is.
     """
 
     program: Program
-    managed: ManagedModel
-    first_uses: tuple[tuple[int, ...], ...]
-    read_as: Mapping[int, torch.dtype]
+    specs: tuple[ParameterSpec, ...]
+    book: UpdateBook
+    places: Mapping[int, int]
+
+    @property
+    def first_uses(self) -> list[list[int]]:
+        """Parameters (by index) that each segment uses, in execution order."""
+        position_of = {node: i for i, node in enumerate(self.program.primals)}
+        used = [[position_of[n] for n in s.inputs if n in position_of] for s in self.program.segments]
+        return [[self.places[i] for i in positions if i in self.places] for positions in used]
+
+    @property
+    def read_as(self) -> dict[int, torch.dtype]:
+        """Data type in which the graph reads each parameter."""
+        inputs, primals = self.program.inputs, self.program.primals
+        return {index: inputs[i].travels or fake_value(primals[i]).dtype for i, index in self.places.items()}
 
 
 def trace_model(model: nn.Module, inputs: Inputs, preparation: Preparation) -> TracedModel:
@@ -66,24 +80,25 @@ def trace_model(model: nn.Module, inputs: Inputs, preparation: Preparation) -> T
     """
     empty_values(model)
     named = list(model.named_parameters())
-    trainable = [parameter for _, parameter in named if parameter.requires_grad]
-    if not trainable:
-        raise TraceError("MODEL has no trainable parameter, so there is no training to plan")
-    optimizer = torch.optim.AdamW(trainable)
-    groups = [0 if parameter.requires_grad else None for _, parameter in named]
-    managed = ManagedModel(
-        named, UpdateBook(optimizer, groups, [parameter.dtype for _, parameter in named]), preparation
-    )
+    book = adamw_book(model)
+    managed = ManagedModel(named, book, preparation)
     program, places = _capture(model, inputs)
     structure_pipeline(inductor=True, inductor_draws=True).run(program)
-    read_as = {index: program.inputs[i].travels or program.primals[i].meta["val"].dtype for i, index in places.items()}
-    return TracedModel(program, managed, _first_uses(program, places), read_as)
+    return TracedModel(program, managed.specs, book, places)
 
 
-def _first_uses(program: Program, places: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
-    position_of = {node: i for i, node in enumerate(program.primals)}
-    uses = [[position_of[node] for node in segment.inputs if node in position_of] for segment in program.segments]
-    return tuple(tuple(places[i] for i in used if i in places) for used in uses)
+def adamw_book(model: nn.Module) -> UpdateBook:
+    """Return the updates of a model that AdamW trains; its values are not read.
+
+    Raises:
+        TraceError: If there is nothing to train.
+    """
+    parameters = list(model.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trainable:
+        raise TraceError("MODEL has no trainable parameter, so there is no training to plan")
+    groups = [0 if parameter.requires_grad else None for parameter in parameters]
+    return UpdateBook(torch.optim.AdamW(trainable), groups, [parameter.dtype for parameter in parameters])
 
 
 def empty_values(model: nn.Module) -> None:

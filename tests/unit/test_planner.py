@@ -7,9 +7,9 @@ import torch
 
 from passes.pack_chunks import pack_chunks
 from protrain_compile import Plan, PlanError
-from protrain_compile.chunks import ChunkLayout, ParameterSpec
+from protrain_compile.chunks import ChunkLayout, ParameterSpec, Residency
 from protrain_compile.plan import MIN_BUFFERS
-from protrain_compile.planner import DEFAULT_BUFFERS, choose_buffers, choose_residency
+from protrain_compile.planner import DEFAULT_BUFFERS, choose_residency, default_buffers
 
 
 def layout_of(chunks: int) -> ChunkLayout:
@@ -46,7 +46,5 @@ def test_persistent_from_the_front() -> None:
 
 @pytest.mark.parametrize(("offloaded", "wanted"), [(0, MIN_BUFFERS), (2, MIN_BUFFERS), (9, DEFAULT_BUFFERS)])
 def test_buffers(offloaded: int, wanted: int) -> None:
-    layout = layout_of(10)
-    residency = ("offloaded",) * offloaded + ("persistent",) * (10 - offloaded)
-    assert choose_buffers(layout, residency, None) == wanted
-    assert choose_buffers(layout, residency, Plan(uniform_policy="keep", buffers=7)) == 7
+    residency: tuple[Residency, ...] = ("offloaded",) * offloaded + ("persistent",) * (10 - offloaded)
+    assert default_buffers(residency) == wanted
