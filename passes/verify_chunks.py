@@ -3,129 +3,185 @@
 * every use of a chunk's views lies between its ``wait`` and its ``release`` or ``collect`` (DESIGN 7, invariant 1)
 * a ``wait`` finds its chunk: a ``prefetch`` brought it into that buffer, or the contract at entry says so (2)
 * a buffer is filled anew, or taken for gradients, only after the stay in it has ended (3)
-* gradients go collect, [offload,] update, once per chunk; nothing reads the parameters after that (3, 5)
+* chunks take standard buffers of which there are as many as the plan says, or their own (4)
+* gradients go collect, [offload,] update, once per trainable chunk; nothing reads the parameters after that (3, 5)
+* every operation has a row in ``effects``
+
+Whether streams and events keep that order too, within a graph and from step to step, is ``verify_order``'s part. Before
+``place`` has decided the buffers, chunks take none, and only the order within the graph is checked.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
-from passes.schedule_graph import NO_BUFFER, chunk_of
+from passes.chunk_views import Operation, schedule_operations
+from passes.effects import effect_of
+from passes.schedule_graph import NO_BUFFER, is_persistent
+from passes.verify_order import verify_order
+from passes.violation import fail_at
 from protrain_compile import ops
-from protrain_compile.errors import VerifierError
-from protrain_compile.schedule import Schedule
+from protrain_compile.chunks import ChunkBinding
+from protrain_compile.schedule import Schedule, operation_of
 
 Contents = dict[int, int]
 
 
-@dataclasses.dataclass
-class _Walk:
-    """What is known at one point of a graph: what each buffer holds, which stays are open, what became of gradients."""
-
-    where: str
-    contents: Contents
-    open: dict[int, int] = dataclasses.field(default_factory=dict)
-    closed_views: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
-    views: dict[int, list[fx.Node]] = dataclasses.field(default_factory=dict)
-    gradients: dict[int, str] = dataclasses.field(default_factory=dict)
-
-    def fail(self, node: fx.Node, message: str, other: fx.Node | None = None) -> None:
-        """Raise, naming the node and the other one."""
-        seen = f" ({other.name})" if other is not None else ""
-        raise VerifierError(f"{self.where}{node.name}, chunk {node.kwargs.get('chunk', '-')}: {message}{seen}")
-
-
 def verify_chunks(schedule: Schedule, where: str) -> None:
-    """Check the movement of chunks in every graph; does nothing before ``place`` has decided the buffers.
+    """Check the movement of chunks in every graph, and the order of its steps along the ways through training.
 
     Raises:
         VerifierError: If an invariant does not hold.
     """
+    assert schedule.chunks is not None
+    for name, module in schedule.graphs.items():
+        for node in module.graph.nodes:
+            if operation_of(node) is not None and effect_of(node) is None:
+                fail_at(where, name, node, "has no row in the table of effects")
+    operations = schedule_operations(schedule)
     left: Contents = {}
     for name in ("inference", "forward", "backward"):
-        module = schedule.graphs.get(name)
-        if module is None or any(node.kwargs.get("buffer") == NO_BUFFER for node in module.graph.nodes):
-            continue
-        walk = _Walk(f"{where}{name} graph: ", dict(left) if name == "backward" else {})
-        for node in module.graph.nodes:
-            _visit(walk, node)
-        for chunk, state in walk.gradients.items():
-            if state != "updated":
-                raise VerifierError(f"{walk.where}the gradient of chunk {chunk} is {state} but never updated with")
-        left = walk.contents
+        if name in operations:
+            walk = _Walk(where, name, schedule.chunks, dict(left) if name == "backward" else {})
+            left = walk.run(operations[name])
+    if not any(each.call.buffer == NO_BUFFER for found in operations.values() for each in found):
+        verify_order(schedule, where, operations)
 
 
-def _visit(walk: _Walk, node: fx.Node) -> None:
-    for source in node.all_input_nodes:
-        if source in walk.closed_views:
-            walk.fail(node, f"reads {source.name} after its chunk has left", walk.closed_views[source])
-    made = node.args[0] if node.target is operator.getitem else None
-    if isinstance(made, fx.Node) and (chunk := chunk_of(made, ops.wait, ops.bind)) is not None:
-        walk.views.setdefault(chunk, []).append(node)
-    visit = _VISITS.get(node.target)  # type: ignore[arg-type]
-    if node.op == "call_function" and visit is not None:
-        visit(walk, node, int(node.kwargs["chunk"]), node.kwargs.get("buffer"))  # type: ignore[arg-type]
+@dataclasses.dataclass
+class _Gradient:
+    """What has become of a chunk's gradient."""
+
+    state: str
+    node: fx.Node
+    slots: tuple[int, ...]
 
 
-def _prefetch(walk: _Walk, node: fx.Node, chunk: int, buffer: int) -> None:
-    if buffer in walk.open:
-        walk.fail(node, f"fills buffer {buffer} while chunk {walk.open[buffer]} stays in it")
-    if chunk in walk.gradients:
-        walk.fail(node, f"fetches the chunk after its gradient was {walk.gradients[chunk]}")
-    walk.contents[buffer] = chunk
+class _Walk:
+    """What is known at one point of a graph: what buffers hold, which chunks stay in one, what became of gradients."""
+
+    def __init__(self, where: str, graph: str, chunks: ChunkBinding, contents: Contents) -> None:
+        self.where = where
+        self.graph = graph
+        self.chunks = chunks
+        self.contents = contents
+        self.stays: dict[int, fx.Node] = {}
+        self.tenant: dict[int, int] = {}
+        self.gradients: dict[int, _Gradient] = {}
+
+    def run(self, operations: Sequence[Operation]) -> Contents:
+        """Walk the graph; return what the buffers hold at its end."""
+        for operation in operations:
+            self._check_reads(operation)
+            visit = _VISITS.get(operation.node.target)  # type: ignore[arg-type]
+            if visit is not None:
+                self._check_buffer(operation)
+                visit(self, operation.node, operation.call.chunk, operation.call.buffer)
+        for gradient in self.gradients.values():
+            if gradient.state != "updated":
+                self._fail(gradient.node, f"the gradient is {gradient.state} but its chunk is never updated with it")
+        return self.contents
+
+    def _fail(self, node: fx.Node, message: str, other: fx.Node | None = None) -> None:
+        fail_at(self.where, self.graph, node, message, other)
+
+    def _check_reads(self, operation: Operation) -> None:
+        for resource, content, _ in operation.call.inputs:
+            chunk = int(content.key) if content.kind == "parameters" else -1
+            if resource.kind == "buffer" and chunk not in self.stays:
+                self._fail(operation.node, f"reads chunk {chunk} after it has left its buffer, or before it arrived")
+            if chunk in self.gradients:
+                other = self.gradients[chunk].node
+                self._fail(operation.node, f"reads chunk {chunk} after gradients took its place", other)
+
+    def _check_buffer(self, operation: Operation) -> None:
+        buffer, chunk = operation.call.buffer, operation.call.chunk
+        if buffer is None or buffer == NO_BUFFER:
+            return
+        own = self.chunks.buffers + chunk
+        right = buffer == own if self.chunks.residency[chunk] == "split" else 0 <= buffer < self.chunks.buffers
+        if not right or is_persistent(self.chunks, chunk):
+            self._fail(operation.node, f"uses buffer {buffer}, which is not for {self.chunks.residency[chunk]} chunks")
+
+    def _prefetch(self, node: fx.Node, chunk: int, buffer: int) -> None:
+        if buffer in self.tenant:
+            other = self.stays[self.tenant[buffer]]
+            self._fail(node, f"fills buffer {buffer} while chunk {self.tenant[buffer]} stays in it", other)
+        if chunk in self.gradients:
+            gradient = self.gradients[chunk]
+            self._fail(node, f"fetches the chunk after its gradient was {gradient.state}", gradient.node)
+        self.contents[buffer] = chunk
+
+    def _wait(self, node: fx.Node, chunk: int, buffer: int) -> None:
+        if buffer != NO_BUFFER and self.contents.get(buffer) != chunk:
+            self._fail(node, f"waits for a chunk that nothing brought into buffer {buffer}")
+        self._take(node, chunk, buffer, "uses")
+
+    def _take(self, node: fx.Node, chunk: int, buffer: int, what: str) -> None:
+        """Let a chunk stay in a buffer from here on."""
+        if self.tenant.get(buffer, chunk) != chunk:
+            other = self.stays[self.tenant[buffer]]
+            self._fail(node, f"{what} buffer {buffer} while chunk {self.tenant[buffer]} stays in it", other)
+        self.stays[chunk] = node
+        if buffer != NO_BUFFER:
+            self.tenant[buffer] = chunk
+
+    def _leave(self, node: fx.Node, chunk: int, buffer: int, what: str) -> None:
+        """End a chunk's stay."""
+        tenant = chunk if buffer == NO_BUFFER else self.tenant.get(buffer)
+        if chunk not in self.stays or tenant != chunk:
+            self._fail(node, f"{what} buffer {buffer}, in which the chunk does not stay")
+        del self.stays[chunk]
+        self.tenant.pop(buffer, None)
+
+    def _release(self, node: fx.Node, chunk: int, buffer: int) -> None:
+        self._leave(node, chunk, buffer, "releases")
+
+    def _collect(self, node: fx.Node, chunk: int, buffer: int | None) -> None:
+        if not self.chunks.layout.chunks[chunk].trainable:
+            self._fail(node, "collects gradients of a frozen chunk")
+        if chunk in self.gradients:
+            gradient = self.gradients[chunk]
+            self._fail(node, f"collects gradients that were {gradient.state} already", gradient.node)
+        self.gradients[chunk] = _Gradient("collected", node, _slots(node))
+        if buffer is not None:
+            self._take(node, chunk, buffer, "writes gradients into")
+            self.contents.pop(buffer, None)
+
+    def _offload(self, node: fx.Node, chunk: int, buffer: int) -> None:
+        gradient = self.gradients.get(chunk)
+        if gradient is None or gradient.state != "collected":
+            self._fail(node, f"offloads gradients that buffer {buffer} does not hold")
+            return
+        self._leave(node, chunk, buffer, "offloads")
+        self.gradients[chunk] = dataclasses.replace(gradient, state="offloaded", node=node)
+
+    def _update(self, node: fx.Node, chunk: int, _: int | None) -> None:
+        expected = "collected" if is_persistent(self.chunks, chunk) else "offloaded"
+        gradient = self.gradients.get(chunk)
+        if gradient is None or gradient.state != expected:
+            state = "not there" if gradient is None else gradient.state
+            self._fail(node, f"updates with a gradient that is {state}, not {expected}")
+            return
+        if gradient.slots != _slots(node):
+            self._fail(node, f"updates slots {_slots(node)} with gradients of slots {gradient.slots}", gradient.node)
+        self.gradients[chunk] = dataclasses.replace(gradient, state="updated", node=node)
 
 
-def _wait(walk: _Walk, node: fx.Node, chunk: int, buffer: int) -> None:
-    if walk.contents.get(buffer) != chunk:
-        walk.fail(node, f"waits for a chunk that nothing brought into buffer {buffer}")
-    if buffer in walk.open:
-        walk.fail(node, f"uses buffer {buffer} while chunk {walk.open[buffer]} stays in it")
-    walk.open[buffer] = chunk
+def _slots(node: fx.Node) -> tuple[int, ...]:
+    slots: Any = node.kwargs["slots"]
+    return tuple(slots)
 
 
-def _close_views(walk: _Walk, node: fx.Node, chunk: int) -> None:
-    walk.closed_views.update((view, node) for view in walk.views.pop(chunk, ()))
-
-
-def _release(walk: _Walk, node: fx.Node, chunk: int, buffer: int) -> None:
-    if walk.open.pop(buffer, None) != chunk:
-        walk.fail(node, f"releases buffer {buffer}, in which the chunk does not stay")
-    _close_views(walk, node, chunk)
-
-
-def _collect(walk: _Walk, node: fx.Node, chunk: int, buffer: int | None) -> None:
-    if chunk in walk.gradients:
-        walk.fail(node, f"collects gradients that were {walk.gradients[chunk]} already")
-    walk.gradients[chunk] = "collected"
-    _close_views(walk, node, chunk)
-    if buffer is None:
-        return
-    if walk.open.setdefault(buffer, chunk) != chunk:
-        walk.fail(node, f"writes gradients into buffer {buffer} while chunk {walk.open[buffer]} stays in it")
-    walk.contents.pop(buffer, None)
-
-
-def _offload(walk: _Walk, node: fx.Node, chunk: int, buffer: int) -> None:
-    if walk.gradients.get(chunk) != "collected" or walk.open.pop(buffer, None) != chunk:
-        walk.fail(node, f"offloads gradients that buffer {buffer} does not hold")
-    walk.gradients[chunk] = "offloaded"
-
-
-def _update(walk: _Walk, node: fx.Node, chunk: int, _: int | None) -> None:
-    expected = "collected" if node.kwargs["stream"] == "compute" else "offloaded"
-    if walk.gradients.get(chunk) != expected:
-        walk.fail(node, f"updates with a gradient that is {walk.gradients.get(chunk, 'not there')}, not {expected}")
-    walk.gradients[chunk] = "updated"
-
-
-_VISITS = {
-    ops.prefetch: _prefetch,
-    ops.wait: _wait,
-    ops.release: _release,
-    ops.collect: _collect,
-    ops.offload: _offload,
-    ops.update: _update,
+_VISITS: dict[Callable[..., Any], Callable[[_Walk, fx.Node, int, Any], None]] = {
+    ops.prefetch: _Walk._prefetch,
+    ops.wait: _Walk._wait,
+    ops.release: _Walk._release,
+    ops.collect: _Walk._collect,
+    ops.offload: _Walk._offload,
+    ops.update: _Walk._update,
 }

@@ -1,0 +1,379 @@
+"""Effects: what every operation of a schedule does to memory, on which stream, and what orders it. One table.
+
+An operation issues *steps*. A step runs on one stream: it waits for events, reads and writes resources, then records
+events. ``prefetch(chunk=3, buffer=1)`` is one step::
+
+    Step("h2d", waits=(read[1], left[1], updated[3]), reads=home[3], writes=buffer[1], records=(arrival[1],))
+
+and ``offload`` is two: it marks the compute stream's last use of the buffer, then copies on ``d2h``. Waiting for an
+event means: for what was recorded last when the wait was issued; never recorded means no wait.
+
+=============  ==============================================  ===========================================
+resource       what it is                                      holds
+=============  ==============================================  ===========================================
+home c         a host chunk's parameters and states            parameters of chunk c
+parameters c   a persistent chunk's parameters and states      parameters of chunk c
+gradients c    a persistent chunk's gradient storage           gradients of chunk c
+buffer b       a chunk buffer on the device                    parameters, then gradients, of some chunk
+landing n      pinned host memory where gradients arrive; a    gradients of some chunk
+               chunk's own landing has the chunk's number
+accumulator c  host memory in which gradients add up           summed gradients of chunk c
+value v        what a node of the graph returned               its result
+=============  ==============================================  ===========================================
+
+=============  =====================================================================================
+event          recorded when
+=============  =====================================================================================
+arrival b      a chunk has been copied into buffer b
+read b         the compute stream is done with buffer b
+left b         the gradients in buffer b have been copied to the host
+landed c       the gradients of chunk c are in their landing (an event of its own for every offload)
+emptied n      a host job is done with landing n
+updated c      the last host update of chunk c has run
+=============  =====================================================================================
+
+What an operation does may depend on what the launching thread knows: a ``prefetch`` of what a buffer holds already does
+nothing. That knowledge is the ``Ledger``, which follows the fields of ``residency.ChunkResidency`` one by one.
+A new operation of the schedule needs a row in ``EFFECTS``; a new resource or event only a name.
+The stream ``caller`` is the launching thread itself: whatever is issued after a step of it, comes after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from torch import fx
+
+from protrain_compile import ops
+from protrain_compile.artefacts import Artefact
+from protrain_compile.chunks import ChunkBinding, Residency
+
+STREAMS = ("caller", "compute", "h2d", "d2h", "gather", "host", "nvme")
+"""The streams of a schedule, and the launching thread."""
+
+
+class Resource(NamedTuple):
+    """Memory that operations share."""
+
+    kind: str
+    key: int | str
+
+    def __str__(self) -> str:
+        """Return ``buffer 1``."""
+        return f"{self.kind} {self.key}"
+
+
+class Event(NamedTuple):
+    """A mark in a stream, by what it says."""
+
+    kind: str
+    key: int | str
+
+    def __str__(self) -> str:
+        """Return ``arrival 1``."""
+        return f"{self.kind} {self.key}"
+
+
+class Content(NamedTuple):
+    """What a resource holds: ``parameters`` or ``gradients`` or ``summed gradients`` of a chunk, or a node's value."""
+
+    kind: str
+    key: int | str
+
+    def __str__(self) -> str:
+        """Return ``parameters of chunk 1``."""
+        return f"{self.kind} {self.key}" if self.kind == "value" else f"{self.kind} of chunk {self.key}"
+
+
+class Access(NamedTuple):
+    """A resource, and what a read expects in it or a write leaves in it.
+
+    ``newest``: whether a read needs the last that was made of this content, wherever it was made.
+    """
+
+    resource: Resource
+    content: Content
+    newest: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """What one stream does for an operation: wait, read and write, record."""
+
+    stream: str
+    waits: tuple[Event, ...] = ()
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    records: tuple[Event, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One operation as a graph calls it.
+
+    Attributes:
+        arguments: Its keyword arguments.
+        inputs: What the values that it takes refer to: results of other nodes, or views of chunks.
+        result: What its own result is, if anything reads that.
+    """
+
+    arguments: Mapping[str, Any]
+    inputs: tuple[Access, ...] = ()
+    result: Access | None = None
+
+    @property
+    def chunk(self) -> int:
+        """The chunk that it works on."""
+        return int(self.arguments["chunk"])
+
+    @property
+    def buffer(self) -> int | None:
+        """The chunk buffer that it uses; None for an operation without."""
+        return self.arguments.get("buffer")
+
+
+UpdateMode = Literal["in_backward", "at_step"]
+
+
+@dataclasses.dataclass
+class Ledger:
+    """What the launching thread knows when it issues an operation; see the fields of ``ChunkResidency``.
+
+    Attributes:
+        residency: Per chunk.
+        landings: Per chunk, how many landings take turns for its gradient: those that are large enough. Empty where
+            every chunk has one of its own.
+        mode: When updates run.
+        holder: Whose parameters each buffer holds.
+        pending: Chunks whose gradient waits for an update.
+        landed: The landing that holds a chunk's gradient.
+        accumulating: Chunks that have an accumulator.
+        turn: Offloads so far.
+        misses: Waits that had to fetch their chunk because the contract at entry did not hold.
+    """
+
+    residency: tuple[Residency, ...]
+    landings: tuple[int, ...]
+    mode: UpdateMode = "at_step"
+    holder: dict[int, int] = dataclasses.field(default_factory=dict)
+    pending: set[int] = dataclasses.field(default_factory=set)
+    landed: dict[int, int] = dataclasses.field(default_factory=dict)
+    accumulating: set[int] = dataclasses.field(default_factory=set)
+    turn: int = 0
+    misses: int = 0
+
+    @classmethod
+    def of(cls, chunks: ChunkBinding, landings: int) -> Ledger:
+        """Return the ledger at the start; ``landings`` take turns, as large as the largest chunks; 0: own ones."""
+        host = [c.size_bytes for c in chunks.layout.chunks if c.trainable and chunks.residency[c.index] != "persistent"]
+        sizes = sorted(host, reverse=True)[:landings]
+        fitting = tuple(sum(size >= chunk.size_bytes for size in sizes) for chunk in chunks.layout.chunks)
+        return cls(chunks.residency, fitting if landings else ())
+
+    def on_device(self, chunk: int) -> bool:
+        """Whether a chunk's states lie on the device."""
+        return self.residency[chunk] == "persistent"
+
+    def take_landing(self, chunk: int) -> int:
+        """Return the landing for a chunk's gradient."""
+        number = self.turn % self.landings[chunk] if self.landings else chunk
+        self.turn += 1
+        return number
+
+    def forget(self, chunk: int) -> None:
+        """Note that a chunk's home was written: buffers that hold it are stale."""
+        self.holder = {buffer: held for buffer, held in self.holder.items() if held != chunk}
+
+
+# ---- accesses ------------------------------------------------------------------------------------------------------
+
+
+def home(chunk: int) -> Access:
+    """A host chunk's parameters and states."""
+    return Access(Resource("home", chunk), Content("parameters", chunk))
+
+
+def parameters(chunk: int) -> Access:
+    """A persistent chunk's parameters and states."""
+    return Access(Resource("parameters", chunk), Content("parameters", chunk))
+
+
+def gradients(chunk: int) -> Access:
+    """A persistent chunk's gradient storage."""
+    return Access(Resource("gradients", chunk), Content("gradients", chunk))
+
+
+def buffered(buffer: int, kind: str, chunk: int) -> Access:
+    """A chunk buffer that holds ``parameters`` or ``gradients``."""
+    return Access(Resource("buffer", buffer), Content(kind, chunk))
+
+
+def landing(number: int, chunk: int) -> Access:
+    """Pinned host memory with a chunk's gradients."""
+    return Access(Resource("landing", number), Content("gradients", chunk))
+
+
+def accumulator(chunk: int) -> Access:
+    """Host memory in which a chunk's gradients add up."""
+    return Access(Resource("accumulator", chunk), Content("summed gradients", chunk))
+
+
+def value(name: str) -> Access:
+    """What a node returned, by a name that is unique over the graphs."""
+    return Access(Resource("value", name), Content("value", name))
+
+
+def view(target: Callable[..., Any], call: Call) -> Access:
+    """Return what the views that ``bind`` or ``wait`` return are views of."""
+    if target is ops.bind:
+        return parameters(call.chunk)
+    assert call.buffer is not None
+    return buffered(call.buffer, "parameters", call.chunk)
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+Steps = tuple[Step, ...]
+Effect = Callable[[Call, Ledger], Steps]
+
+
+def _compute(call: Call, ledger: Ledger) -> Steps:
+    """An artefact, or a snapshot: reads what it is given, makes its result."""
+    return (Step("compute", reads=call.inputs, writes=() if call.result is None else (call.result,)),)
+
+
+def _bind(call: Call, ledger: Ledger) -> Steps:
+    """Views only; whoever uses them reads."""
+    return ()
+
+
+def _gather(call: Call, ledger: Ledger) -> Steps:
+    made = () if call.result is None else (call.result,)
+    if ledger.on_device(call.chunk):
+        return (Step("compute", reads=(parameters(call.chunk),), writes=made),)
+    settle = Step("caller", waits=(Event("updated", call.chunk),), reads=(home(call.chunk),))
+    return (settle, Step("compute", writes=made))
+
+
+def _fetch(chunk: int, buffer: int, ledger: Ledger) -> Steps:
+    ledger.holder[buffer] = chunk
+    waits = (Event("read", buffer), Event("left", buffer), Event("updated", chunk))
+    arrived = buffered(buffer, "parameters", chunk)
+    return (Step("h2d", waits, (home(chunk),), (arrived,), (Event("arrival", buffer),)),)
+
+
+def _prefetch(call: Call, ledger: Ledger) -> Steps:
+    assert call.buffer is not None
+    return () if ledger.holder.get(call.buffer) == call.chunk else _fetch(call.chunk, call.buffer, ledger)
+
+
+def _wait(call: Call, ledger: Ledger) -> Steps:
+    """Also repairs a contract that did not hold at entry, by a fetch behind whatever the buffer was used for."""
+    assert call.buffer is not None
+    repair: Steps = ()
+    if ledger.holder.get(call.buffer) != call.chunk:
+        ledger.misses += 1
+        last_use = Step("compute", records=(Event("read", call.buffer),))
+        repair = (last_use, *_fetch(call.chunk, call.buffer, ledger))
+    return (*repair, Step("compute", waits=(Event("arrival", call.buffer),)))
+
+
+def _release(call: Call, ledger: Ledger) -> Steps:
+    return (Step("compute", records=(Event("read", _number(call)),)),)
+
+
+def _collect(call: Call, ledger: Ledger) -> Steps:
+    chunk, buffer = call.chunk, call.buffer
+    if buffer is None:
+        before = (gradients(chunk),) if chunk in ledger.pending else ()
+        return (Step("compute", reads=(*call.inputs, *before), writes=(gradients(chunk),)),)
+    ledger.holder.pop(buffer, None)
+    waits = (Event("arrival", buffer), Event("left", buffer))
+    return (Step("compute", waits, call.inputs, (buffered(buffer, "gradients", chunk),)),)
+
+
+def _offload(call: Call, ledger: Ledger) -> Steps:
+    chunk, buffer = call.chunk, _number(call)
+    last_use = Step("compute", records=(Event("read", buffer),))
+    moved: Steps = ()
+    if chunk in ledger.pending and chunk in ledger.landed and not ledger.landings:
+        moved = _accumulate(chunk, chunk not in ledger.accumulating, ledger, newest=False)
+    number = ledger.take_landing(chunk)
+    ledger.landed[chunk] = number
+    copy = Step(
+        "d2h",
+        waits=(Event("read", buffer), Event("emptied", number)),
+        reads=(buffered(buffer, "gradients", chunk),),
+        writes=(landing(number, chunk),),
+        records=(Event("left", buffer), Event("landed", chunk)),
+    )
+    return (last_use, *moved, copy)
+
+
+def _accumulate(chunk: int, first: bool, ledger: Ledger, *, newest: bool) -> Steps:
+    """Empty a landing into the accumulator; not ``newest``: a second gradient is about to arrive."""
+    number = ledger.landed.pop(chunk)
+    ledger.accumulating.add(chunk)
+    reads = [landing(number, chunk)._replace(newest=newest)]
+    if not first:
+        reads.append(accumulator(chunk))
+    step = Step("host", (Event("landed", chunk),), tuple(reads), (accumulator(chunk),), (Event("emptied", number),))
+    return (step,)
+
+
+def _update(call: Call, ledger: Ledger) -> Steps:
+    chunk = call.chunk
+    was_pending = chunk in ledger.pending
+    ledger.pending.add(chunk)
+    moved: Steps = ()
+    must_move = bool(ledger.landings) or chunk in ledger.accumulating
+    if chunk in ledger.landed and must_move and (ledger.mode == "at_step" or was_pending):
+        moved = _accumulate(chunk, not was_pending, ledger, newest=True)
+    return (*moved, *(_apply(chunk, ledger) if ledger.mode == "in_backward" else ()))
+
+
+def _apply(chunk: int, ledger: Ledger) -> Steps:
+    """Update a chunk with the gradient that waits."""
+    ledger.pending.remove(chunk)
+    if ledger.on_device(chunk):
+        return (Step("compute", reads=(gradients(chunk), parameters(chunk)), writes=(parameters(chunk),)),)
+    ledger.forget(chunk)
+    updated, source = Event("updated", chunk), home(chunk)
+    if chunk not in ledger.landed:
+        return (Step("host", (), (accumulator(chunk), source), (source,), (updated,)),)
+    number = ledger.landed.pop(chunk)
+    reads = (landing(number, chunk), source)
+    return (Step("host", (Event("landed", chunk),), reads, (source,), (updated, Event("emptied", number))),)
+
+
+EFFECTS: dict[Callable[..., Any], Effect] = {
+    ops.snapshot: _compute,
+    ops.bind: _bind,
+    ops.gather: _gather,
+    ops.prefetch: _prefetch,
+    ops.wait: _wait,
+    ops.release: _release,
+    ops.collect: _collect,
+    ops.offload: _offload,
+    ops.update: _update,
+}
+"""What each named operation does; calls of artefacts are all alike, see ``effect_of``."""
+
+
+def effect_of(node: fx.Node) -> Effect | None:
+    """Return the row of a node's operation; None for what issues nothing (pack, getitem, placeholders, output)."""
+    if isinstance(node.target, Artefact):
+        return _compute
+    return EFFECTS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+
+
+def optimizer_step(ledger: Ledger) -> Steps:
+    """Return what ``step()`` issues: the updates that wait, in the order of the chunks."""
+    return tuple(step for chunk in sorted(ledger.pending) for step in _apply(chunk, ledger))
+
+
+def _number(call: Call) -> int:
+    assert call.buffer is not None
+    return call.buffer
