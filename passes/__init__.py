@@ -8,6 +8,7 @@ graphs that run::
     seed_randomness      random draws become functions of seeds made in the prologue
     outline_blocks       one joint subgraph per stage
     dedupe_templates     segments of one structure share one template
+    slice_loss           the loss of a large vocabulary a second time, in slices of tokens
     partition_templates  forward, recompute and backward of each template
 
     apply_policies       the forward and backward graphs for the Plan's policies
@@ -31,6 +32,7 @@ from passes.outline_blocks import OutlineBlocks
 from passes.partition_templates import PartitionTemplates
 from passes.place import Place
 from passes.seed_randomness import SeedRandomness
+from passes.slice_loss import SliceLoss
 from passes.tag_blocks import TagBlocks
 from passes.verify import verify_program, verify_schedule
 from protrain_compile.program import Program
@@ -54,6 +56,7 @@ def structure_pipeline(*, inductor: bool, inductor_draws: bool, print_after: str
             SeedRandomness(inductor_draws=inductor_draws),
             OutlineBlocks(),
             DedupeTemplates(),
+            SliceLoss(),
             PartitionTemplates(inductor=inductor),
         ],
         given={"captured"},

@@ -89,14 +89,11 @@ class _Writer:
         self.attributes: dict[str, Any] = {}
 
     def parts(self, segment: int) -> Parts:
-        parts = self.program.templates[self.program.template_of[segment]].parts
-        assert parts is not None
-        return parts
+        return self.schedule.parts_of(segment)
 
     def call(self, segment: int, role: Role, arguments: Sequence[Key], results: Sequence[Key | None]) -> fx.Node:
         """Write pack, the artefact call, and one getitem per named result."""
-        template = self.program.templates[self.program.template_of[segment]]
-        handle = self.schedule.artefacts.handle(template, role)
+        handle = self.schedule.artefacts.handle(self.schedule.template_of(segment), role)
         packed = self.graph.call_function(ops.pack, tuple(self.value(key) for key in arguments))
         made = self.graph.call_function(handle, (packed,), {"stream": "compute"})
         what = self.program.segments[segment].stage.name

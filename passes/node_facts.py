@@ -9,6 +9,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from protrain_compile.program import fake_value
+from protrain_compile.row_loop import RowLoop
 
 aten = torch.ops.aten
 
@@ -82,7 +83,14 @@ def is_effectful(node: fx.Node) -> bool:
 
 def never_recompute(node: fx.Node) -> bool:
     """Whether the node's results must be saved rather than computed again."""
-    return node.op == "call_function" and (draws_randomness(node) or is_effectful(node) or node.target in ROUTING_OPS)
+    if node.op != "call_function":
+        return False
+    return (
+        draws_randomness(node)
+        or is_effectful(node)
+        or node.target in ROUTING_OPS
+        or isinstance(node.target, RowLoop)  # it computes gradients, too
+    )
 
 
 def is_view(node: fx.Node) -> bool:

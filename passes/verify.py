@@ -127,8 +127,7 @@ def _check_order(module: fx.GraphModule, where: str) -> None:
 def _check_recomputes(schedule: Schedule, where: str) -> None:
     wanted = set()
     for segment, policy in enumerate(block_policies(schedule)):
-        parts = schedule.program.templates[schedule.program.template_of[segment]].parts
-        if policy == "recompute" and parts is not None and parts.recompute is not None:
+        if policy == "recompute" and schedule.parts_of(segment).recompute is not None:
             wanted.add(segment)
     recomputed = set()
     for node in schedule.graphs["backward"].graph.nodes:

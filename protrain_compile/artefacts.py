@@ -12,6 +12,7 @@ from torch import fx
 from protrain_compile import compat
 from protrain_compile.options import CompileMode
 from protrain_compile.program import Template
+from protrain_compile.row_loop import Boxed, compile_around_loop, row_loops
 
 log = logging.getLogger("protrain_compile.artefacts")
 
@@ -50,10 +51,16 @@ class Artefact:
         """Compile with Inductor, or prepare to run the ATen operations one by one."""
         start = time.perf_counter()
         if mode == "inductor" and not _is_trivial(self.graph):
-            self._run = compat.compile_with_inductor(self.graph, fake_mode)
+            self._run = _compile_with_inductor(self.graph, fake_mode)
         else:
             self._run = compat.use_boxed_calls(self.graph).forward
         log.debug("compiled %s (%s) in %.2f s", self.__name__, mode, time.perf_counter() - start)
+
+
+def _compile_with_inductor(graph: fx.GraphModule, fake_mode: compat.FakeTensorMode | None) -> Boxed:
+    if row_loops(graph.graph):
+        return compile_around_loop(graph, lambda piece: _compile_with_inductor(piece, fake_mode))
+    return compat.compile_with_inductor(graph, fake_mode)
 
 
 def _is_trivial(graph: fx.GraphModule) -> bool:

@@ -54,6 +54,7 @@ import torch._inductor.config as inductor_config  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._dynamo.exc import ShortenTraceback  # noqa: E402
 from torch._guards import TracingContext, tracing  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: E402
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # noqa: E402
 from torch.fx.graph import CodeGen  # noqa: E402
@@ -198,6 +199,18 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
             if mode is not None:
                 return mode  # type: ignore[no-any-return]
     return None
+
+
+def is_fake(value: Any) -> bool:
+    """Whether ``value`` is a tensor without data, as tracing uses."""
+    return isinstance(value, FakeTensor)
+
+
+def propagate_fakes(module: fx.GraphModule, inputs: Sequence[Any], fake_mode: FakeTensorMode) -> None:
+    """Set the fake value of every node of ``module`` from those of its placeholders."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    FakeTensorProp(module, fake_mode).propagate_dont_convert_inputs(*inputs)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from protrain_compile.errors import PlanError
 
 Policy = Literal["keep", "recompute"]
 POLICIES: tuple[str, ...] = get_args(Policy)
+Loss = Literal["whole", "sliced"]
+LOSSES: tuple[str, ...] = get_args(Loss)
 LISTS = ("policies", "blocks", "residency")
 MIN_BUFFERS = 3
 """One chunk in use, one arriving, one whose gradient is leaving."""
@@ -35,6 +37,8 @@ class Plan:
         uniform_residency: The residency of every chunk, or None.
         buffers: How many chunk buffers of standard size; None leaves it to the planner.
         chunk_bytes: Capacity of a chunk; None leaves it to packing. A block larger than this has a chunk of its own.
+        loss: ``whole``, or ``sliced``: the logits exist for one slice of tokens at a time; None leaves it to the
+            planner. Counts where a sliced form of the loss was found.
     """
 
     policies: tuple[Policy, ...] | None = None
@@ -44,6 +48,7 @@ class Plan:
     uniform_residency: Residency | None = None
     buffers: int | None = None
     chunk_bytes: int | None = None
+    loss: Loss | None = None
 
     def __post_init__(self) -> None:
         """Refuse malformed plans where they are made."""
@@ -57,6 +62,8 @@ class Plan:
                 raise PlanError(f"plan: unknown policy {policy!r}; the policies are {', '.join(POLICIES)}")
         if self.blocks is not None and (self.policies is None or len(self.blocks) != len(self.policies)):
             raise PlanError("plan: blocks, when given, names each entry of policies")
+        if self.loss is not None and self.loss not in LOSSES:
+            raise PlanError(f"plan: loss={self.loss!r}: choose one of {', '.join(LOSSES)}, or None")
         self._check_residency()
 
     def _check_residency(self) -> None:
@@ -71,9 +78,13 @@ class Plan:
             raise PlanError(f"plan: chunk_bytes must be a positive number of bytes, got {self.chunk_bytes!r}")
 
     @classmethod
-    def uniform(cls, policy: str = "keep", residency: str | None = None) -> Plan:
+    def uniform(cls, policy: str = "keep", residency: str | None = None, loss: str | None = None) -> Plan:
         """Return a Plan that gives ``policy`` to every block of any model, and ``residency`` to every chunk."""
-        return cls(uniform_policy=cast("Policy", policy), uniform_residency=cast("Residency | None", residency))
+        return cls(
+            uniform_policy=cast("Policy", policy),
+            uniform_residency=cast("Residency | None", residency),
+            loss=cast("Loss | None", loss),
+        )
 
     def fit_chunks(self, chunks: int) -> tuple[Residency, ...] | None:
         """Return the residency of each of ``chunks`` chunks, or None if the Plan leaves it open.

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from protrain_compile.chunks import Chunk, ChunkLayout, Residency
-from protrain_compile.plan import MIN_BUFFERS, Plan
+from protrain_compile.plan import MIN_BUFFERS, Loss, Plan
+from protrain_compile.program import Program
+from protrain_compile.row_loop import loop_of, row_loops
 
 DEFAULT_BUFFERS = 4
 """One more than the least, so that a copy that is late does not stop compute at once."""
 
 SHARE_FOR_CHUNKS = 0.5
 """Of the free device memory; the rest is for activations and workspace. A guess that the search will replace."""
+
+SLICED_LOGITS_BYTES = 256 << 20
+"""Logits from this size on are sliced by default: a loop over smaller ones would save little of any device's memory."""
 
 
 def choose_residency(
@@ -56,3 +61,12 @@ def default_buffers(residency: tuple[Residency, ...]) -> int:
     """Return how many standard chunk buffers there are where nobody says: enough to copy ahead."""
     offloaded = sum(each == "offloaded" for each in residency)
     return max(MIN_BUFFERS, min(DEFAULT_BUFFERS, offloaded))
+
+
+def choose_loss(program: Program, plan: Plan) -> Loss:
+    """Return how the loss is computed: as the Plan says, or in slices where whole logits would be large."""
+    if plan.loss is not None:
+        return plan.loss
+    sliced = [program.templates[program.sliced[i]] for i in set(program.template_of) if i in program.sliced]
+    loops = [loop_of(node) for template in sliced for node in row_loops(template.joint.graph)]
+    return "sliced" if any(loop.wide_bytes >= SLICED_LOGITS_BYTES for loop in loops) else "whole"

@@ -8,6 +8,7 @@ Structure passes fill it in step by step::
     seed_randomness    (graph)               random draws become functions of seeds made in the prologue
     outline_blocks     segments              one joint subgraph per stage
     dedupe_templates   templates             what structurally identical segments share
+    slice_loss         sliced                a second template for the loss, in slices of tokens
     partition_templates  template.parts      forward, recompute and backward of each template
 """
 
@@ -169,6 +170,7 @@ class Program:
         backward_nodes: The nodes that run in the backward.
         segments: One per non-empty stage, in execution order.
         templates: The distinct structures, and ``template_of`` each segment.
+        sliced: For a template that ends in a loss, the template that computes the same in slices of tokens.
         notes: Things worth telling the user about this graph.
     """
 
@@ -183,6 +185,7 @@ class Program:
     segments: tuple[Segment, ...] = ()
     templates: tuple[Template, ...] = ()
     template_of: tuple[int, ...] = ()
+    sliced: dict[int, int] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property

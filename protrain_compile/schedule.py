@@ -10,7 +10,8 @@ from torch import fx
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.chunks import ChunkBinding
 from protrain_compile.plan import Plan
-from protrain_compile.program import Program
+from protrain_compile.program import Parts, Program, Template
+from protrain_compile.row_loop import loop_of, row_loops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,25 @@ class Schedule:
     def graph_modules(self) -> dict[str, fx.GraphModule]:
         """Return the graphs that passes rewrite, by name."""
         return self.graphs
+
+    def template_of(self, segment: int) -> Template:
+        """Return the template that a segment runs, by number: for a sliced loss, the template's sliced form."""
+        index = self.program.template_of[segment]
+        if self.plan.loss == "sliced":
+            index = self.program.sliced.get(index, index)
+        return self.program.templates[index]
+
+    def parts_of(self, segment: int) -> Parts:
+        """Return the parts of the template that a segment runs."""
+        parts = self.template_of(segment).parts
+        assert parts is not None
+        return parts
+
+    @property
+    def loss_slices(self) -> int:
+        """In how many slices of tokens the loss is computed; 1 for all at once."""
+        joints = (self.template_of(segment).joint for segment in range(len(self.program.segments)))
+        return max((loop_of(node).slices for joint in joints for node in row_loops(joint.graph)), default=1)
 
     @property
     def entry(self) -> fx.GraphModule:

@@ -56,7 +56,7 @@ def _header(graph: CompiledGraph, schedule: Schedule) -> str:
     program = schedule.program
     return (
         f"protrain schedule: {program.name}, {_device(program.graph)}, built in {graph.build_s:.1f} s "
-        f"({len(program.templates)} templates, {len(program.segments)} segments)"
+        f"({len(set(program.template_of))} templates, {len(program.segments)} segments)"
     )
 
 
@@ -75,6 +75,8 @@ def _plan_line(schedule: Schedule) -> str:
     text = f"plan      {blocks} blocks: " + ", ".join(f"{counts[p]} {p}" for p in POLICIES)
     if not schedule.program.differentiable:
         text = f"plan      {blocks} blocks: no backward, so nothing is kept for one"
+    if schedule.loss_slices > 1:
+        text += f"; loss in {schedule.loss_slices} slices"
     return text if schedule.chunks is None else f"{text}; {_chunks_text(schedule.chunks)}"
 
 

@@ -31,6 +31,7 @@ from protrain_compile.guards import ManagedParameter
 from protrain_compile.managed import ManagedModel
 from protrain_compile.options import Options
 from protrain_compile.plan import Plan
+from protrain_compile.planner import choose_loss
 from protrain_compile.program import InputKind, Program
 from protrain_compile.runtime.context import Context, ContextTable
 from protrain_compile.schedule import Schedule
@@ -93,6 +94,7 @@ class CompiledGraph:
             PlanError: If the plan does not fit this graph's blocks or the model's chunks.
         """
         fitted = plan.fit(self.program.block_names)
+        fitted = dataclasses.replace(fitted, loss=choose_loss(self.program, fitted))
         chunks = self._chunks(plan, binding) if binding is not None and binding.managed is not None else None
         key = (fitted, None if chunks is None else chunks.key)
         if key not in self._schedules:

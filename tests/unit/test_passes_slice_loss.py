@@ -1,0 +1,181 @@
+"""Which losses get a sliced form, what it looks like, and what is left alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.capture import capture, gpt_program
+from torch import Tensor, nn
+
+from passes import structure_pipeline
+from passes.slice_loss import MAX_SLICE_BYTES, slice_rows
+from protrain_compile import Plan, PlanError
+from protrain_compile.planner import SLICED_LOGITS_BYTES, choose_loss
+from protrain_compile.program import Program, fake_value
+from protrain_compile.row_loop import RowLoop, loop_of, row_loops
+
+WORDS, WIDTH, ROWS, LENGTH = 80, 16, 4, 16
+
+
+class Speaker(nn.Module):
+    def __init__(self, ending: Callable[..., Any], dtype: torch.dtype = torch.float32, words: int = WORDS) -> None:
+        super().__init__()
+        self.inside = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.head = nn.Linear(WIDTH, words, bias=False, dtype=dtype)
+        self.ending = ending
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.ending(self.head(self.inside(x)), labels)
+
+
+def mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def with_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return mean(logits, labels), logits
+
+
+def per_token(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+
+
+def per_token_and_mean(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    losses = per_token(logits, labels)
+    return losses, losses.mean()
+
+
+def over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return mean(logits.softmax(1), labels)
+
+
+def squared(logits: Tensor, labels: Tensor) -> Tensor:
+    return mean(logits, labels).square()
+
+
+def two_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return mean(logits, labels), logits.float().logsumexp(-1).mean()
+
+
+def logits_only(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits
+
+
+def program_of(ending: Callable[..., Any], dtype: torch.dtype = torch.float32, words: int = WORDS) -> Program:
+    x, labels = torch.randn(ROWS, LENGTH, WIDTH, dtype=dtype), torch.randint(words, (ROWS, LENGTH))
+    program = capture(Speaker(ending, dtype, words), x, labels)
+    structure_pipeline(inductor=False, inductor_draws=False).run(program)
+    return program
+
+
+def loop_in(program: Program) -> RowLoop:
+    ((_, index),) = program.sliced.items()
+    (call,) = row_loops(program.templates[index].joint.graph)
+    return loop_of(call)
+
+
+def test_sliced_form() -> None:
+    program = program_of(mean)
+    loop = loop_in(program)
+    assert (loop.total, loop.rows, loop.slices) == (ROWS * LENGTH, 16, 4)
+    assert loop.wide_bytes == ROWS * LENGTH * WORDS * 4
+    assert sorted(output.kind for output in loop.outputs) == ["product", "rows", "rows"]
+
+
+def test_no_wide_value_is_left_outside_of_the_loop() -> None:
+    program = program_of(mean)
+    ((before, after),) = program.sliced.items()
+
+    def wide(index: int) -> list[str]:
+        nodes = program.templates[index].joint.graph.nodes
+        values = ((node, fake_value(node)) for node in nodes)
+        return [n.name for n, v in values if isinstance(v, Tensor) and v.numel() == ROWS * LENGTH * WORDS]
+
+    assert len(wide(before)) > 5
+    assert wide(after) == []
+
+
+def test_saved_values_are_as_large_as_the_gradients() -> None:
+    """The backward has nothing left to do but to multiply: it saves gradients, not logits."""
+    program = program_of(mean)
+    ((before, after),) = program.sliced.items()
+
+    def saved(index: int) -> int:
+        parts = program.templates[index].parts
+        assert parts is not None
+        results = parts.forward.graph.output_node().args[0][parts.num_outputs :]
+        return sum(fake_value(node).numel() for node in results)
+
+    assert saved(before) > ROWS * LENGTH * WORDS
+    assert saved(after) <= WORDS * WIDTH + 2 * ROWS * LENGTH * WIDTH + 1
+
+
+@pytest.mark.parametrize(
+    ("ending", "says"),
+    [
+        (with_logits, "is needed whole"),
+        (per_token_and_mean, "more than one scalar tangent"),
+        (over_tokens, "is not its last"),
+        (squared, "depends on the region"),
+        (two_losses, "more than one scalar tangent"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_left_alone(ending: Callable[..., Any], says: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "protrain_compile.passes"):
+        program = program_of(ending)
+    assert program.sliced == {}
+    assert says in caplog.text
+
+
+@pytest.mark.parametrize("ending", [per_token, logits_only], ids=lambda ending: ending.__name__)
+def test_no_scalar_loss(ending: Callable[..., Any]) -> None:
+    assert program_of(ending).sliced == {}
+
+
+def test_fp16_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "protrain_compile.passes"):
+        assert program_of(mean, torch.float16).sliced == {}
+    assert "fp16" in caplog.text
+
+
+def test_narrow_heads_are_left_alone() -> None:
+    """A classifier of fewer classes than its width: nothing to gain."""
+    assert program_of(mean, words=8).sliced == {}
+
+
+def test_blocks_are_left_alone() -> None:
+    program = gpt_program()
+    assert set(program.template_of).isdisjoint(program.sliced.values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "expected"),
+    [(16384, 2 * 128256, 2048), (65536, 2 * 151936, 1760), (64, 320, 16), (5, 320, 5), (100, 1 << 30, 16)],
+)
+def test_slice_rows(rows: int, row_bytes: int, expected: int) -> None:
+    found = slice_rows(rows, row_bytes)
+    assert found == expected
+    assert found % 16 == 0 or found == rows
+    assert found * row_bytes <= MAX_SLICE_BYTES or found <= 16
+
+
+def test_the_plan_decides() -> None:
+    program = program_of(mean)
+    assert loop_in(program).wide_bytes < SLICED_LOGITS_BYTES
+    assert choose_loss(program, Plan.uniform()) == "whole"
+    loop_in(program).wide_bytes = SLICED_LOGITS_BYTES
+    assert choose_loss(program, Plan.uniform()) == "sliced"
+    assert choose_loss(program, Plan.uniform(loss="whole")) == "whole"
+
+
+def test_plans_with_a_loss() -> None:
+    plan = Plan.uniform("recompute", loss="sliced")
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match=r"loss='thin': choose one of whole, sliced"):
+        Plan.uniform(loss="thin")
