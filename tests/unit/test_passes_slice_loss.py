@@ -121,7 +121,7 @@ def test_saved_values_are_as_large_as_the_gradients() -> None:
         (with_logits, "is needed whole"),
         (per_token_and_mean, "more than one scalar tangent"),
         (over_tokens, "is not its last"),
-        (squared, "depends on the region"),
+        (squared, "is used for each row again"),
         (two_losses, "more than one scalar tangent"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
