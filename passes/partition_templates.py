@@ -28,7 +28,7 @@ class PartitionTemplates:
     """Set the parts of every template."""
 
     name: ClassVar[str] = "partition_templates"
-    requires: ClassVar[frozenset[str]] = frozenset({"templates"})
+    requires: ClassVar[frozenset[str]] = frozenset({"templates", "sliced"})
     provides: ClassVar[frozenset[str]] = frozenset({"parts"})
 
     def __init__(self, *, inductor: bool) -> None:
