@@ -290,3 +290,14 @@ def use_boxed_calls(module: fx.GraphModule) -> fx.GraphModule:
     module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     return module
+
+
+def inductor_settings() -> str:
+    """Return a text that differs when any setting of Inductor that its code depends on does."""
+    return inductor_config.get_hash().hex()
+
+
+def cuda_driver_version() -> int:
+    """Return the version of the CUDA driver, such as 13000; 0 where there is none."""
+    version: Any = getattr(torch._C, "_cuda_getDriverVersion", int)
+    return int(version()) if torch.cuda.is_available() else 0

@@ -1,0 +1,70 @@
+"""The Profile of one program on the device that it was captured for: from the cache, or measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+import torch
+
+from protrain_compile.artefacts import ArtefactSet
+from protrain_compile.profile import HardwareProfile, Profile, TemplateProfile
+from protrain_compile.profiler.cache import cached, hardware_key, template_key
+from protrain_compile.profiler.hardware import measure_hardware
+from protrain_compile.profiler.nodes import measure_nodes
+from protrain_compile.profiler.templates import measure_template, template_device
+from protrain_compile.program import Program, Template
+
+log = logging.getLogger("protrain_compile.profiler")
+
+
+def profile_hardware(device: torch.device, *, refresh: bool = False) -> HardwareProfile:
+    """Return the HardwareProfile of ``device``; ``refresh`` measures it anew."""
+    return cached(HardwareProfile, hardware_key(device), lambda: measure_hardware(device), refresh=refresh)
+
+
+def profile_program(
+    program: Program,
+    artefacts: ArtefactSet,
+    *,
+    hardware: HardwareProfile | None = None,
+    nodes: bool = False,
+    refresh: bool = False,
+) -> Profile:
+    """Return the Profile of ``program``.
+
+    Args:
+        program: A program with templates and their parts, captured for the device that it runs on.
+        artefacts: Compiles and holds the parts; only of templates that are not in the cache.
+        hardware: The machine; measured, or taken from the cache, if None.
+        nodes: Whether to measure every node, too.
+        refresh: Measure even what is in the cache.
+    """
+    start = time.perf_counter()
+    device = next((d for d in map(template_device, program.templates) if d.type != "cpu"), torch.device("cpu"))
+    machine = hardware or profile_hardware(device, refresh=refresh)
+    templates = tuple(
+        _profile_template(template, artefacts, machine, device, nodes, refresh) for template in program.templates
+    )
+    log.info("profiled %d templates in %.1f s", len(templates), time.perf_counter() - start)
+    return Profile(machine, templates)
+
+
+def _profile_template(
+    template: Template,
+    artefacts: ArtefactSet,
+    machine: HardwareProfile,
+    device: torch.device,
+    nodes: bool,
+    refresh: bool,
+) -> TemplateProfile:
+    def measure() -> TemplateProfile:
+        parts = measure_template(template, artefacts, machine)
+        return dataclasses.replace(parts, nodes=measure_nodes(template, machine) if nodes else ())
+
+    key = template_key(template, artefacts.mode, device, nodes=nodes, launch_us=machine.launch_us)
+    found = cached(TemplateProfile, key, measure, refresh=refresh, worth_keeping=lambda each: each.measured)
+    names = [node.name for node in template.joint.graph.nodes if node.op == "call_function"]
+    named = zip(found.nodes, names, strict=bool(found.nodes))  # equal templates may name their nodes differently
+    return dataclasses.replace(found, nodes=tuple(dataclasses.replace(cost, name=name) for cost, name in named))
