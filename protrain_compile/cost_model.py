@@ -33,10 +33,10 @@ from protrain_compile.memory_model import (
     total,
 )
 from protrain_compile.plan import MIN_BUFFERS, Plan
-from protrain_compile.profile import Profile
+from protrain_compile.profile import Format, Profile
 from protrain_compile.step_jobs import STREAMS, step_jobs
 from protrain_compile.step_shape import StepShape
-from protrain_compile.timeline import Timeline, simulate_jobs, speeds
+from protrain_compile.timeline import Speeds, Timeline, simulate_jobs, speeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +143,16 @@ def simulate(shape: StepShape, profile: Profile, plan: Plan) -> Prediction:
 
 def simulate_choice(shape: StepShape, profile: Profile, choice: Choice, lowered: Lowered) -> Timeline:
     """Return the timeline of a step."""
-    formats = [chunk.format for chunk in shape.chunks if chunk.trainable]
-    rates = speeds(profile.hardware, formats[0] if formats else "split")
-    return simulate_jobs(step_jobs(shape, profile, choice, lowered), rates)
+    return simulate_jobs(step_jobs(shape, profile, choice, lowered), rates_of(shape, profile))
+
+
+def rates_of(shape: StepShape, profile: Profile) -> Speeds:
+    """Return the speeds of copies and host updates beside each other, for the format that most of a model has."""
+    sizes: dict[Format, int] = {}
+    for chunk in shape.chunks:
+        if chunk.trainable:
+            sizes[chunk.format] = sizes.get(chunk.format, 0) + chunk.size_bytes
+    return speeds(profile.hardware, max(sizes, key=sizes.__getitem__, default="split"))
 
 
 def describe(shape: StepShape, op: Op) -> str:

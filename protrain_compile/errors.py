@@ -39,3 +39,17 @@ class DoorError(ProtrainError, RuntimeError):
 
 class TraceError(ProtrainError, ValueError):
     """A model that cannot be traced into one graph with a backward, as ``protrain plan`` needs."""
+
+
+class BudgetError(ProtrainError, MemoryError):
+    """No plan fits into a memory budget.
+
+    Attributes:
+        needed_bytes: The smallest budget for which there is a plan.
+        budget: The argument that is too small: ``memory_budget`` or ``host_memory_budget``.
+    """
+
+    def __init__(self, message: str, needed_bytes: int, budget: str = "memory_budget") -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.budget = budget

@@ -94,6 +94,46 @@ def lower(shape: StepShape, choice: Choice) -> Lowered:
     return Lowered(tuple(forward), tuple(backward))
 
 
+def skeleton(shape: StepShape, policies: Sequence[Policy], residency: Sequence[Residency]) -> Lowered:
+    """Return the calls and collects of a step: all that the memory of values depends on.
+
+    Collects depend on the residency only where ``late_chunks`` says so.
+    """
+    recomputed = recomputed_segments(shape, policies)
+    forward = [Op("forward", segment=i) for i, each in enumerate(shape.segments) if each.calls]
+    if not shape.differentiable:
+        return Lowered(tuple(forward), ())
+    copies = [Op("snapshot") for life in shape.lives if life.birth == "snapshot" and kept_until(life, recomputed)]
+    calls = _backward_calls(shape, recomputed)
+    last = {chunk: number for number, call in enumerate(calls) for chunk in call.chunks}
+    made = {call.segment: number for number, call in enumerate(calls) if call.role == "backward"}
+    behind: dict[int, list[Op]] = {}
+    for chunk, each in enumerate(shape.chunks):
+        if each.updated:
+            released = -1 if residency[chunk] == "persistent" else last.get(chunk, -1)
+            at = max(made.get(each.last_gradient, -1), released)
+            behind.setdefault(at, []).append(Op("collect", chunk=chunk))
+    backward = behind.get(-1, [])
+    for number, call in enumerate(calls):
+        backward += [Op(call.role, segment=call.segment), *behind.get(number, ())]
+    return Lowered((*copies, *forward), tuple(backward))
+
+
+def late_chunks(shape: StepShape) -> tuple[int, ...]:
+    """Return the chunks that are read after their last gradient: there, a chunk on the host is collected later."""
+    first_reader: dict[int, int] = {}
+    for index in reversed(range(len(shape.segments))):
+        for role in ("recompute", "backward"):
+            call = shape.segments[index].calls.get(role)
+            for chunk in call.chunks if call is not None else ():
+                first_reader[chunk] = index
+    return tuple(
+        chunk
+        for chunk, each in enumerate(shape.chunks)
+        if each.updated and first_reader.get(chunk, each.last_gradient) < each.last_gradient
+    )
+
+
 def recomputed_segments(shape: StepShape, policies: Sequence[Policy]) -> list[bool]:
     """Return for every segment whether it is recomputed."""
     return [

@@ -1,8 +1,7 @@
 """The Plan: what was decided about every block and every chunk. Pure data, JSON both ways.
 
-A Plan either lists one policy per block, in execution order, or is *uniform*: one policy for
-every block of whatever model it meets. Likewise for the residency of chunks, which concerns prepared models only;
-a Plan that says nothing of it leaves it to the planner.
+A Plan lists one policy per block, in execution order, or is *uniform*: one policy for every block of whatever model it
+meets; or it leaves policies to the planner. Likewise for the residency of chunks, which concerns prepared models only.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Plan:
     """What happens to each block's saved values between forward and backward.
 
     Attributes:
-        policies: One policy per block in execution order, or None for a uniform Plan.
-        uniform_policy: The policy of every block, for a uniform Plan.
+        policies: One policy per block in execution order, or None.
+        uniform_policy: The policy of every block, or None. Without either, the planner decides.
         blocks: Names of the blocks that ``policies`` was made for, if known; a model with other
             block names is then refused.
         residency: One residency per chunk in first-use order, or None.
@@ -52,12 +51,13 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Refuse malformed plans where they are made."""
-        if (self.policies is None) == (self.uniform_policy is None):
+        if self.policies is not None and self.uniform_policy is not None:
             raise PlanError("a Plan takes either policies (one per block) or one policy for all: use Plan.uniform")
         for name in LISTS:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
-        for policy in self.policies if self.policies is not None else (self.uniform_policy,):
+        uniform = () if self.uniform_policy is None else (self.uniform_policy,)
+        for policy in self.policies if self.policies is not None else uniform:
             if policy not in POLICIES:
                 raise PlanError(f"plan: unknown policy {policy!r}; the policies are {', '.join(POLICIES)}")
         if self.blocks is not None and (self.policies is None or len(self.blocks) != len(self.policies)):
@@ -102,17 +102,15 @@ class Plan:
         return self.residency
 
     def fit(self, block_names: Sequence[str]) -> Plan:
-        """Return this Plan with one policy for each of ``block_names``.
+        """Return this Plan with one policy for each of ``block_names``; where it leaves policies open, keep.
 
         Raises:
             PlanError: If the Plan was made for other blocks; the message says what differs.
         """
         names = tuple(block_names)
-        if self.uniform_policy is not None:
-            return dataclasses.replace(
-                self, policies=(self.uniform_policy,) * len(names), uniform_policy=None, blocks=names
-            )
-        assert self.policies is not None
+        if self.policies is None:
+            policy: Policy = self.uniform_policy or "keep"
+            return dataclasses.replace(self, policies=(policy,) * len(names), uniform_policy=None, blocks=names)
         if len(self.policies) != len(names):
             shown = f" ({names[0]} to {names[-1]})" if names else ""
             raise PlanError(

@@ -72,9 +72,14 @@ class StepJobs:
     last_compute: int
 
 
-def step_jobs(shape: StepShape, profile: Profile, choice: Choice, lowered: Lowered) -> StepJobs:
-    """Return the jobs of a step in steady state: its first prefetches wait for what the step before did last."""
-    writer = _Writer(shape, profile, choice)
+def step_jobs(
+    shape: StepShape, profile: Profile, choice: Choice, lowered: Lowered, *, chunk_launches: bool = True
+) -> StepJobs:
+    """Return the jobs of a step in steady state: its first prefetches wait for what the step before did last.
+
+    Without ``chunk_launches``, launching operations on chunks takes no time: a bound for plans that have fewer.
+    """
+    writer = _Writer(shape, profile, choice, chunk_launches)
     writer.write(lowered)
     # A frozen chunk may still be in its buffer when the next step begins: its prefetch is then no job.
     for _ in range(1 if all(chunk.updated for chunk in shape.chunks) else 2):
@@ -121,10 +126,11 @@ def device_update_rate(hardware: HardwareProfile, format: Format) -> float:
 class _Writer:
     """Writes the jobs of one step; what is known at its end begins the next."""
 
-    def __init__(self, shape: StepShape, profile: Profile, choice: Choice) -> None:
+    def __init__(self, shape: StepShape, profile: Profile, choice: Choice, chunk_launches: bool) -> None:
         self.shape = shape
         self.profile = profile
         self.choice = choice
+        self.chunk_launches = chunk_launches
         self.durations = Durations(shape, profile.hardware)
         self.jobs: list[Job] = []
         self.job_of: list[int] = []
@@ -143,7 +149,7 @@ class _Writer:
 
     def next_step(self) -> _Writer:
         """Return a writer that knows what this step left behind."""
-        found = _Writer(self.shape, self.profile, self.choice)
+        found = _Writer(self.shape, self.profile, self.choice, self.chunk_launches)
         found.holder = dict(self.holder)
         for name in ("arrival", "read", "left", "updated"):
             setattr(found, name, {key: (job, -1) for key, (job, step) in getattr(self, name).items() if step == 0})
@@ -158,14 +164,14 @@ class _Writer:
             if op.segment >= 0:
                 self._call(op)
             elif op.op in CHUNK_LAUNCHES:
-                self._launch(CHUNK_LAUNCHES[op.op])
+                self._launch(CHUNK_LAUNCHES[op.op] * self.chunk_launches)
                 getattr(self, f"_{op.op}")(op.chunk, op.buffer)
             self.job_of.append(before if len(self.jobs) > before else -1)
         if self._pending:
             if self.shape.clips:
                 self._since, self._launched_ms = self.last_compute, 0.0
             for chunk in sorted(self._pending):
-                self._launch(CHUNK_LAUNCHES["update"])
+                self._launch(CHUNK_LAUNCHES["update"] * self.chunk_launches)
                 self._apply(chunk)
 
     def _launch(self, calls: int) -> None:

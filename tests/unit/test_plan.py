@@ -42,7 +42,6 @@ def test_lists_become_tuples() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "either policies"),
         ({"policies": ("keep",), "uniform_policy": "keep"}, "either policies"),
         ({"policies": ("keep", "burn")}, "unknown policy 'burn'; the policies are keep, recompute"),
         ({"uniform_policy": "burn"}, "unknown policy 'burn'"),
@@ -95,7 +94,6 @@ def test_json_round_trip(plan: Plan) -> None:
         ('{"policies": ["keep"], "blocks": [1]}', "blocks must be a list of strings"),
         ('{"uniform_policy": ["keep"]}', "unknown policy"),
         ('{"uniform_policy": 3}', "unknown policy 3"),
-        ("{}", "either policies"),
     ],
 )
 def test_bad_json_is_refused(text: str, message: str) -> None:
@@ -106,3 +104,11 @@ def test_bad_json_is_refused(text: str, message: str) -> None:
 def test_a_mapping_with_unknown_keys_of_mixed_types_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown fields"):
         Plan.from_mapping({"policies": ["keep"], 3: "x", "other": 1})
+
+
+def test_open_policies_are_the_planners() -> None:
+    """A plan of residency alone; what fits it without planning keeps everything."""
+    plan = Plan(uniform_residency="offloaded")
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.policies is None
+    assert plan.fit(("a", "b")).policies == ("keep", "keep")

@@ -1,0 +1,154 @@
+"""The plans that the search chooses from, and the memory of each.
+
+Axes (DESIGN 5, Placement)::
+
+    policies    recompute for the first blocks, keep for the last k: what is kept last is needed first
+    residency   the first p chunks persistent: they are updated last in a backward, where nothing hides an update;
+                the others offloaded, or all split
+    buffers     from the fewest that work to as many as there are offloaded chunks
+
+Memory is separable: ``peak = standing(residency, buffers) + values(policies)``. Values depend on the residency only
+through the chunks of ``lowering.late_chunks``, of which most models have none. A new policy joins by a new pattern in
+``policy_patterns``; a Plan that the user gives in part leaves one point on each axis that it sets.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from protrain_compile.chunks import Residency
+from protrain_compile.errors import PlanError
+from protrain_compile.lowering import Choice, late_chunks, lower, skeleton
+from protrain_compile.memory_model import find_peak, host_bytes, standing_bytes, total
+from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
+from protrain_compile.profile import Profile
+from protrain_compile.step_shape import StepShape, block_rounded
+
+Policies = tuple[Policy, ...]
+Residencies = tuple[Residency, ...]
+
+
+class PlanSpace:
+    """All plans that a user's Plan leaves open."""
+
+    def __init__(self, shape: StepShape, profile: Profile, given: Plan | None = None) -> None:
+        """Span the space.
+
+        Args:
+            shape: The step.
+            profile: What it costs.
+            given: What the user wants; None for nothing in particular.
+        """
+        self.shape = shape
+        self.profile = profile
+        self.given = given
+        self.buffer_counts = functools.cache(self._buffer_counts)
+        self.host_bytes = functools.cache(self._host_bytes)
+        self._standing = functools.cache(self._standing_bytes)
+        self._buffer = functools.cache(self._buffer_bytes)
+        self._values = functools.cache(self._values_bytes)
+
+    @functools.cached_property
+    def policy_patterns(self) -> tuple[Policies, ...]:
+        """The policies of all blocks to choose from, the most kept first."""
+        given, names = self.given, self.shape.block_names
+        if given is not None and (given.policies is not None or given.uniform_policy is not None):
+            fitted = given.fit(names).policies
+            assert fitted is not None
+            return (fitted,)
+        again: Policy = "recompute"
+        keep: Policy = "keep"
+        return tuple((again,) * (len(names) - kept) + (keep,) * kept for kept in range(len(names), -1, -1))
+
+    @functools.cached_property
+    def residencies(self) -> tuple[Residencies, ...]:
+        """The residencies of all chunks to choose from."""
+        count = len(self.shape.chunks)
+        fixed = self.given.fit_chunks(count) if self.given is not None else None
+        if fixed is not None:
+            return (fixed,)
+        resident: Residency = "persistent"
+        rests: tuple[Residency, ...] = ("offloaded", "split")
+        partly = [(resident,) * p + (rest,) * (count - p) for p in range(count) for rest in rests]
+        return (*partly, (resident,) * count)
+
+    def _buffer_counts(self, residency: Residencies) -> range:
+        """Return the numbers of buffers to choose from; none where the given number is too small."""
+        fewest = self._fewest_buffers(residency)
+        if self.given is not None and self.given.buffers is not None:
+            return range(self.given.buffers, self.given.buffers + 1) if self.given.buffers >= fewest else range(0)
+        return range(fewest, max(fewest, residency.count("offloaded")) + 1)
+
+    def _fewest_buffers(self, residency: Residencies) -> int:
+        """Return how many buffers there must be at least: three, or more where one call uses many chunks."""
+        calls = [call for segment in self.shape.segments for call in segment.calls.values()]
+        most = max((sum(residency[c] == "offloaded" for c in call.chunks) for call in calls), default=0)
+        # One call's chunks and one that takes gradients are all that is in use at once.
+        if most < MIN_BUFFERS:
+            return MIN_BUFFERS
+        return next(count for count in range(MIN_BUFFERS, len(residency) + 2) if self._works(residency, count))
+
+    def _works(self, residency: Residencies, buffers: int) -> bool:
+        try:
+            for policies in (self.policy_patterns[0], self.policy_patterns[-1]):
+                lower(self.shape, Choice(policies, residency, buffers))
+        except PlanError:
+            return False
+        return True
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def peak_bytes(self, choice: Choice) -> int:
+        """Return the most device memory that is allocated at once; what ``cost_model.simulate`` finds, faster."""
+        return self._standing(choice.residency) + self.buffer_bytes(choice) + self.values_bytes(choice)
+
+    def buffer_bytes(self, choice: Choice) -> int:
+        """Return the bytes of the standard chunk buffers."""
+        return choice.buffers * self._buffer(choice.residency)
+
+    def values_bytes(self, choice: Choice) -> int:
+        """Return the most of values and what is inside calls."""
+        late = tuple(choice.residency[chunk] == "persistent" for chunk in self._late)
+        return self._values(choice.policies, late)
+
+    @functools.cached_property
+    def _late(self) -> tuple[int, ...]:
+        return late_chunks(self.shape)
+
+    def _values_bytes(self, policies: Policies, late: tuple[bool, ...]) -> int:
+        residency: list[Residency] = ["persistent"] * len(self.shape.chunks)
+        for chunk, resident in zip(self._late, late, strict=True):
+            residency[chunk] = "persistent" if resident else "offloaded"
+        choice = Choice(policies, tuple(residency), MIN_BUFFERS)
+        return find_peak(self.shape, self.profile, choice, skeleton(self.shape, policies, residency)).bytes
+
+    def _standing_bytes(self, residency: Residencies) -> int:
+        return total(standing_bytes(self.shape, Choice((), residency, 0)))
+
+    def _buffer_bytes(self, residency: Residencies) -> int:
+        return block_rounded(self.shape.largest_bytes(residency))
+
+    def _host_bytes(self, residency: Residencies) -> int:
+        """Return the host bytes of a residency."""
+        return total(host_bytes(self.shape, Choice((), residency, 0)))
+
+    # ---- all of it -----------------------------------------------------------------------------------------------
+
+    def choices(self) -> Iterator[Choice]:
+        """Yield every choice."""
+        for policies in self.policy_patterns:
+            for residency in self.residencies:
+                for buffers in self.buffer_counts(residency):
+                    yield Choice(policies, residency, buffers)
+
+    def plan(self, choice: Choice) -> Plan:
+        """Return a choice as a Plan."""
+        prepared = bool(self.shape.chunks)
+        return Plan(
+            policies=choice.policies,
+            blocks=self.shape.block_names,
+            residency=choice.residency if prepared else None,
+            buffers=choice.buffers if prepared else None,
+            chunk_bytes=self.given.chunk_bytes if self.given is not None else None,
+        )

@@ -1,0 +1,268 @@
+"""The search: the fastest plan that fits, and the smallest budget where none does.
+
+Branch and bound over ``plan_space``. A *group* is a choice of policies and residency; its leaves are the numbers of
+buffers. What is looked at next is always what may still be best, by bounds that get dearer only for what survives::
+
+    group    busy, shared (time_bounds)      in no time
+             cycle (time_bounds)             when it comes first
+             undisturbed (timeline)          when a leaf turned out slower than the group's bound
+    leaf     simulate (timeline)             the exact time
+
+Times within ``SAME_SHARE`` of each other count as equal: the plan with less memory wins, which keeps room for what no
+model knows. So the result is the best of the whole space in this order, which a test compares with brute force.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+
+from protrain_compile.byte_text import format_size
+from protrain_compile.cost_model import Prediction, rates_of, simulate, simulate_choice
+from protrain_compile.errors import BudgetError, PlanError
+from protrain_compile.lowering import Choice, lower
+from protrain_compile.plan import Plan
+from protrain_compile.plan_space import PlanSpace, Policies, Residencies
+from protrain_compile.profile import Profile
+from protrain_compile.step_jobs import step_jobs
+from protrain_compile.step_shape import StepShape
+from protrain_compile.time_bounds import TimeBounds
+from protrain_compile.timeline import undisturbed_ms
+
+SAME_SHARE = 0.002
+"""A tenth of what predictions are allowed to be off, rounded down: finer differences mean nothing."""
+
+STAY_SHARE = 0.03
+"""What predictions are allowed to be off: a model that fits stays on the device, all kept, unless moving it is faster
+by more than this."""
+
+Key = tuple[int, int]
+"""What is minimised: the time's cell (see ``time_cell``), then the peak in bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """The plan that was found.
+
+    Attributes:
+        plan: The policy of every block, the residency of every chunk, and the buffers.
+        prediction: What it costs.
+        simulated: How many plans were simulated.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    simulated: int
+
+
+def search(
+    shape: StepShape, profile: Profile, *, device_bytes: int | None, host_bytes: int | None, given: Plan | None = None
+) -> Solution:
+    """Return the best plan within the budgets.
+
+    Args:
+        shape: The step.
+        profile: What it costs.
+        device_bytes: The device memory that may be allocated; None for no limit.
+        host_bytes: The host memory that chunks may take; None for no limit.
+        given: What the user decided already: its policies, residency and buffers, where set, stay.
+
+    Raises:
+        BudgetError: If no plan fits; it names the smallest budget for which there is one.
+        PlanError: If ``given`` does not fit the shape.
+    """
+    found = Search(PlanSpace(shape, profile, given), device_bytes, host_bytes)
+    choice = found.run()
+    if choice is None:
+        raise budget_error(found.space, device_bytes, host_bytes)
+    choice = found.prefer_resident(choice)
+    plan = found.space.plan(choice)
+    return Solution(plan, simulate(shape, profile, plan), found.simulated)
+
+
+def time_cell(ms: float) -> int:
+    """Return the cell of a time: times in one cell differ by less than ``SAME_SHARE``."""
+    return math.floor(math.log(ms) / math.log1p(SAME_SHARE)) if ms > 0 else -(10**9)
+
+
+@dataclasses.dataclass
+class _Group:
+    """Policies and a residency.
+
+    Attributes:
+        policies: Per block.
+        residency: Per chunk.
+        least_ms: A bound on the time of all its plans.
+        bounds: How many kinds of bounds were taken.
+    """
+
+    policies: Policies
+    residency: Residencies
+    least_ms: float
+    bounds: int = 0
+
+
+_Leaf = tuple[_Group, int]
+
+
+class Search:
+    """One search; ``simulated`` counts the plans whose time was simulated."""
+
+    def __init__(self, space: PlanSpace, device_bytes: int | None, host_bytes: int | None) -> None:
+        self.space = space
+        self.device_bytes = device_bytes if device_bytes is not None else math.inf
+        self.host_bytes = host_bytes if host_bytes is not None else math.inf
+        self.bounds = TimeBounds(space.shape, space.profile, rates_of(space.shape, space.profile))
+        self.simulated = 0
+        self._order = itertools.count()
+        self._waiting: list[tuple[Key, int, _Group, int]] = []
+
+    def run(self) -> Choice | None:
+        """Return the best choice; None if none fits."""
+        best: tuple[Key, float] | None = None
+        chosen: Choice | None = None
+        self._waiting = self._groups()
+        heapq.heapify(self._waiting)
+        while self._waiting and (best is None or self._waiting[0][0] < best[0]):
+            key, _, group, buffers = heapq.heappop(self._waiting)
+            if not buffers:
+                self._expand(group)
+                continue
+            choice = Choice(group.policies, group.residency, buffers)
+            if self._key(group, buffers) > key:
+                self._push(group, buffers)
+                continue
+            ms = self._simulate(choice)
+            found = ((time_cell(ms), self.space.peak_bytes(choice)), ms)
+            if best is None or found < best:
+                best, chosen = found, choice
+            if found[0] > key:
+                self._undisturbed(group)
+        return chosen
+
+    def prefer_resident(self, choice: Choice) -> Choice:
+        """Return the choice that moves and recomputes nothing, where it fits and is about as fast; else ``choice``."""
+        resident = Choice(self.space.policy_patterns[0], self.space.residencies[-1], choice.buffers)
+        moves = set(resident.residency) - {"persistent"} or set(resident.policies) - {"keep"}
+        if moves or self.space.peak_bytes(resident) > self.device_bytes:
+            return choice
+        return resident if self._simulate(resident) <= self._simulate(choice) * (1 + STAY_SHARE) else choice
+
+    def _groups(self) -> list[tuple[Key, int, _Group, int]]:
+        """Return every group that has a plan that fits, under its cheapest bound."""
+        found = []
+        for residency in self.space.residencies:
+            counts = self.space.buffer_counts(residency)
+            if not counts or self.space.host_bytes(residency) > self.host_bytes:
+                continue
+            shared = self.bounds.shared_ms(residency, counts[-1])
+            for policies in self.space.policy_patterns:
+                least = self.space.peak_bytes(Choice(policies, residency, counts[0]))
+                if least <= self.device_bytes:
+                    ms = max(shared, self.bounds.compute_ms(policies, residency))
+                    group = _Group(policies, residency, ms)
+                    found.append(((_bound_cell(ms), least), next(self._order), group, 0))
+        return found
+
+    def _expand(self, group: _Group) -> None:
+        """Replace a group by itself under a better bound, or by its leaves."""
+        counts = self.space.buffer_counts(group.residency)
+        if not group.bounds:
+            group.bounds = 1
+            cycle = self.bounds.cycle_ms(group.policies, group.residency)
+            if cycle > group.least_ms:
+                group.least_ms = cycle
+                least = self.space.peak_bytes(Choice(group.policies, group.residency, counts[0]))
+                heapq.heappush(self._waiting, ((_bound_cell(cycle), least), next(self._order), group, 0))
+                return
+        for buffers in counts:
+            if self.space.peak_bytes(Choice(group.policies, group.residency, buffers)) > self.device_bytes:
+                break
+            self._push(group, buffers)
+
+    def _push(self, group: _Group, buffers: int) -> None:
+        heapq.heappush(self._waiting, (self._key(group, buffers), next(self._order), group, buffers))
+
+    def _key(self, group: _Group, buffers: int) -> Key:
+        """Return the best that a leaf may be."""
+        ms = max(group.least_ms, self.bounds.shared_ms(group.residency, buffers))
+        return _bound_cell(ms), self.space.peak_bytes(Choice(group.policies, group.residency, buffers))
+
+    def _simulate(self, choice: Choice) -> float:
+        self.simulated += 1
+        lowered = lower(self.space.shape, choice)
+        return simulate_choice(self.space.shape, self.space.profile, choice, lowered).step_ms
+
+    def _undisturbed(self, group: _Group) -> None:
+        """Bound a group's plans by one with buffers for everything, in which nothing slows anything down."""
+        if group.bounds == 2:
+            return
+        group.bounds = 2
+        choice = Choice(group.policies, group.residency, len(group.residency) + 3)
+        shape, profile = self.space.shape, self.space.profile
+        jobs = step_jobs(shape, profile, choice, lower(shape, choice), chunk_launches=False)
+        group.least_ms = max(group.least_ms, undisturbed_ms(jobs))
+
+
+def _bound_cell(ms: float) -> int:
+    """Return the cell of a bound, which rounding must not lift above the time that it bounds."""
+    return time_cell(ms * (1 - 1e-9))
+
+
+# ---- where nothing fits --------------------------------------------------------------------------------------------
+
+
+def budget_error(space: PlanSpace, device_bytes: int | None, host_bytes: int | None) -> BudgetError | PlanError:
+    """Return the error for budgets in which no plan of ``space`` fits."""
+    needs = _needs(space)
+    if not needs:
+        return PlanError("plan: buffers are too few for the chunks that one call uses; give more")
+    in_host = [each for each in needs if host_bytes is None or each[1] <= host_bytes]
+    on_device = [each for each in needs if device_bytes is None or each[0] <= device_bytes]
+    name = space.shape.name
+    if on_device and host_bytes is not None:
+        needed = min(each[1] for each in on_device)
+        other = f", or memory_budget to {format_size(min(each[0] for each in in_host))}" if in_host else ""
+        return BudgetError(
+            f"host_memory_budget: {format_size(host_bytes)} is too small for what {name} has to keep on the host "
+            f"(parameters and optimizer states that the device has no room for): raise it to {format_size(needed)}"
+            f"{other}; or let other programs leave more host memory free",
+            needed,
+            "host_memory_budget",
+        )
+    assert device_bytes is not None
+    peak, _, choice = min(in_host or needs, key=lambda each: each[0])
+    prediction = simulate(space.shape, space.profile, space.plan(choice))
+    largest = sorted(prediction.device_bytes.items(), key=lambda each: -each[1])[:2]
+    parts = " and ".join(f"{kind} ({format_size(size)})" for kind, size in largest)
+    return BudgetError(
+        f"memory_budget: {format_size(device_bytes)} is too small to train {name} at this batch; the smallest that "
+        f"works is {format_size(peak)}, mostly {parts}, at its peak in the {prediction.peak_at}: "
+        f"{_advice(largest[0][0])}",
+        peak,
+    )
+
+
+def _needs(space: PlanSpace) -> list[tuple[int, int, Choice]]:
+    """Return device bytes and host bytes of every group's smallest plan."""
+    found = []
+    for residency in space.residencies:
+        counts = space.buffer_counts(residency)
+        for policies in space.policy_patterns if counts else ():
+            choice = Choice(policies, residency, counts[0])
+            found.append((space.peak_bytes(choice), space.host_bytes(residency), choice))
+    return found
+
+
+ADVICE = {
+    "activations": "use a smaller batch or shorter sequences, with gradient accumulation to make up for it",
+    "inside calls": "use a smaller batch or shorter sequences: one block, or the loss, needs this much at once",
+    "inputs": "use a smaller batch",
+    "chunk buffers": "give a smaller chunk_bytes in the plan",
+}
+
+
+def _advice(kind: str) -> str:
+    return ADVICE.get(kind, "let the plan keep fewer chunks on the device, or use a larger one")

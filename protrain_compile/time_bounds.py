@@ -1,0 +1,174 @@
+"""Lower bounds on the time of a step that cost next to nothing, so that the search simulates few plans.
+
+Each is true of every simulation (``timeline.simulate_jobs``), whatever the number of buffers::
+
+    busy      compute cannot take less than all its jobs                                    compute_ms
+    shared    copies and updates take turns or slow each other down: the least time for the
+              work of all three, as a linear program over which of them run, by its dual     shared_ms
+    cycle     a chunk's update precedes its fetch in the next step, which precedes its
+              forward, and so the first gradients, and the updates before its own            cycle_ms
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+
+from protrain_compile.lowering import late_chunks, recomputed_segments
+from protrain_compile.plan_space import Policies, Residencies
+from protrain_compile.profile import Profile, Role
+from protrain_compile.step_jobs import Durations
+from protrain_compile.step_shape import CallShape, StepShape
+from protrain_compile.timeline import Speeds
+
+Work = tuple[float, float, float]
+"""Work of h2d, d2h and host, in ms alone."""
+
+
+class TimeBounds:
+    """Bounds for the plans of one shape."""
+
+    def __init__(self, shape: StepShape, profile: Profile, rates: Speeds) -> None:
+        self.shape = shape
+        self.profile = profile
+        durations = Durations(shape, profile.hardware)
+        self.fetch = [durations.prefetch(chunk) for chunk in shape.chunks]
+        self.leave = [durations.offload(chunk) for chunk in shape.chunks]
+        self.update = [durations.host_update(chunk) if chunk.updated else 0.0 for chunk in shape.chunks]
+        self.own_update = [durations.device_update(chunk) if chunk.updated else 0.0 for chunk in shape.chunks]
+        self.collect = [durations.collect(chunk) if chunk.updated else 0.0 for chunk in shape.chunks]
+        self.prices = shared_prices(rates)
+        self.first_use = _first_uses(shape)
+        self.own_updates_ms = functools.cache(self._own_updates)
+        self.calls = functools.cache(self._calls)
+        self.moved = functools.cache(self._moved)
+        self.read_again = {c for each in shape.segments for c in _backward_chunks(each.calls)}
+
+    # ---- compute -------------------------------------------------------------------------------------------------
+
+    def compute_ms(self, policies: Policies, residency: Residencies) -> float:
+        """Return the time of all compute jobs."""
+        return self.calls(policies)[2] + self.own_updates_ms(residency)
+
+    def _own_updates(self, residency: Residencies) -> float:
+        """Return the time of gradients written to chunks and of updates on the device."""
+        own = (ms for ms, each in zip(self.own_update, residency, strict=True) if each == "persistent")
+        return sum(self.collect) + sum(own)
+
+    def _ms(self, segment: int, role: Role) -> float:
+        cost = self.profile.templates[self.shape.segments[segment].template].parts.get(role)
+        return cost.ms if cost is not None and role in self.shape.segments[segment].calls else 0.0
+
+    def _calls(self, policies: Policies) -> tuple[list[float], list[float], float]:
+        """Return when each segment's forward begins and its backward ends at the earliest, and when the last ends."""
+        now, begins = 0.0, []
+        for index in range(len(self.shape.segments)):
+            begins.append(now)
+            now += self._ms(index, "forward")
+        ends = [0.0] * len(begins)
+        recomputed = recomputed_segments(self.shape, policies)
+        for index in reversed(range(len(begins)) if self.shape.differentiable else range(0)):
+            now += self._ms(index, "recompute") if recomputed[index] else 0.0
+            now += self._ms(index, "backward")
+            ends[index] = now
+        return begins, ends, now
+
+    # ---- copies and updates --------------------------------------------------------------------------------------
+
+    def _moved(self, residency: Residencies) -> tuple[float, float, float, list[float]]:
+        """Return work of h2d in the forward, d2h and host, and the backward's fetches, the longest first."""
+        moving = [c for c, each in enumerate(residency) if each != "persistent" and self.shape.chunks[c].updated]
+        forward = sum(self.fetch[c] for c in moving if c in self.first_use)
+        again = sorted(self.fetch[c] for c in moving if residency[c] == "offloaded" and c in self.read_again)
+        leave, update = sum(self.leave[c] for c in moving), sum(self.update[c] for c in moving)
+        return forward, leave, update, list(reversed(again))
+
+    def shared_ms(self, residency: Residencies, buffers: int) -> float:
+        """Return the least time for all copies and updates; buffers keep some chunks for the backward."""
+        forward, leave, update, again = self.moved(residency)
+        work = (forward + sum(again[buffers:]), leave, update)
+        return max(sum(price * ms for price, ms in zip(each, work, strict=True)) for each in self.prices)
+
+    # ---- the cycle -----------------------------------------------------------------------------------------------
+
+    def cycle_ms(self, policies: Policies, residency: Residencies) -> float:
+        """Return the longest way from a chunk's forward over gradients and updates to its forward in the next step.
+
+        From the forward that reads chunk j over the compute until chunk i's gradient is complete, its copy to the
+        host, the updates from i's to j's, and j's copy to the device; i is updated no later than j.
+        """
+        begins, ends, last = self.calls(policies)
+        best, behind, updates = 0.0, float("-inf"), 0.0
+        for chunk in self._update_order:
+            if residency[chunk] == "persistent":
+                continue
+            complete = ends[self.shape.chunks[chunk].last_gradient] + self.collect[chunk] + self.leave[chunk]
+            if self.shape.clips:
+                complete = max(complete, last)
+            behind = max(behind, complete - updates)
+            updates += self.update[chunk]
+            if chunk in self.first_use:
+                best = max(best, behind + updates + self.fetch[chunk] - begins[self.first_use[chunk]])
+        return best
+
+    @functools.cached_property
+    def _update_order(self) -> list[int]:
+        """The order of updates on the host; empty where it is not the same for all plans."""
+        updated = [i for i, chunk in enumerate(self.shape.chunks) if chunk.updated and chunk.last_gradient >= 0]
+        if late_chunks(self.shape):
+            return []
+        if self.shape.update_mode == "at_step":
+            return updated
+        made = [self.shape.chunks[i].last_gradient for i in updated]
+        if len(set(made)) < len(made):
+            return []
+        return sorted(updated, key=lambda i: -self.shape.chunks[i].last_gradient)
+
+
+def _first_uses(shape: StepShape) -> dict[int, int]:
+    """Return the first segment whose forward reads each chunk."""
+    found: dict[int, int] = {}
+    for index, segment in enumerate(shape.segments):
+        for chunk in segment.calls["forward"].chunks if "forward" in segment.calls else ():
+            found.setdefault(chunk, index)
+    return found
+
+
+def _backward_chunks(calls: Mapping[Role, CallShape]) -> Sequence[int]:
+    return calls["backward"].chunks if "backward" in calls else ()
+
+
+def shared_prices(rates: Speeds) -> list[Work]:
+    """Return the corners of the dual of sharing: prices of work such that no combination earns above its time.
+
+    The time T for work w is at least ``max over prices p of p . w``: in every state s of what runs, work is done at
+    ``rates[s]``, and ``p . rates[s] <= 1``. Corners are where three of the limits (and signs) meet.
+    """
+    limits = [(*(r if s >> i & 1 else 0.0 for i, r in enumerate(rates[s])), 1.0) for s in range(1, 8)]
+    signs = [(1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0)]
+    found: list[Work] = []
+    for rows in itertools.combinations([*limits, *signs], 3):
+        point = _meet(rows)
+        if point is None or min(point) < -1e-9:
+            continue
+        if all(sum(a * p for a, p in zip(row, point, strict=False)) <= 1 + 1e-9 for row in limits):
+            found.append(point)
+    return found
+
+
+def _meet(rows: Sequence[Sequence[float]]) -> Work | None:
+    """Return the point on three planes ``a . p = b`` (Cramer's rule), or None if they have none or many."""
+    (a, b, c, u), (d, e, f, v), (g, h, i, w) = rows
+    whole = _determinant(a, b, c, d, e, f, g, h, i)
+    if abs(whole) < 1e-12:
+        return None
+    return (
+        _determinant(u, b, c, v, e, f, w, h, i) / whole,
+        _determinant(a, u, c, d, v, f, g, w, i) / whole,
+        _determinant(a, b, u, d, e, v, g, h, w) / whole,
+    )
+
+
+def _determinant(a: float, b: float, c: float, d: float, e: float, f: float, g: float, h: float, i: float) -> float:
+    return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)

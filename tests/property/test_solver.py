@@ -1,0 +1,195 @@
+"""The search finds what brute force finds, for random shapes, machines and budgets; and says what a budget lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.made_shapes import MB, Stack, random_hardware, random_stack
+
+from protrain_compile import Plan
+from protrain_compile.cost_model import simulate
+from protrain_compile.errors import BudgetError
+from protrain_compile.lowering import late_chunks
+from protrain_compile.plan_space import PlanSpace
+from protrain_compile.profile import Profile
+from protrain_compile.solver import STAY_SHARE, Key, search, time_cell
+from protrain_compile.step_shape import CallShape, StepShape
+
+seeds = st.integers(0, 10**6)
+
+
+def read_late(shape: StepShape) -> StepShape:
+    """Return a shape whose first block reads the last chunk in its backward, long after that one's gradient."""
+    segments = list(shape.segments)
+    calls = {**segments[1].calls}
+    calls["backward"] = dataclasses.replace(
+        calls["backward"], chunks=(*calls["backward"].chunks, len(shape.chunks) - 1)
+    )
+    segments[1] = dataclasses.replace(segments[1], calls=calls)
+    return dataclasses.replace(shape, segments=tuple(segments))
+
+
+def draw_case(seed: int) -> tuple[StepShape, Profile, random.Random]:
+    draw = random.Random(seed)
+    stack = random_stack(draw, draw.randint(1, 3))
+    shape = stack.shape()
+    if draw.random() < 0.2:
+        shape = read_late(shape)
+    return shape, stack.profile(**random_hardware(draw)), draw
+
+
+def everything(shape: StepShape, profile: Profile, given: Plan | None = None) -> list[tuple[Key, float, int, Plan]]:
+    """Simulate every plan of the space: key, time, host bytes, plan."""
+    space = PlanSpace(shape, profile, given)
+    found = []
+    for choice in space.choices():
+        plan = space.plan(choice)
+        prediction = simulate(shape, profile, plan)
+        assert prediction.peak_bytes == space.peak_bytes(choice)
+        key = time_cell(prediction.step_ms), prediction.peak_bytes
+        found.append((key, prediction.step_ms, prediction.host_bytes, plan))
+    return found
+
+
+def budgets(plans: list[tuple[Key, float, int, Plan]], draw: random.Random) -> tuple[int, int]:
+    """Return budgets at, just below, and anywhere between what plans need."""
+    peaks, hosts = sorted(key[1] for key, *_ in plans), sorted(host for _, _, host, _ in plans)
+    device = draw.choice((draw.choice(peaks), draw.choice(peaks) - 1, draw.randint(peaks[0], peaks[-1])))
+    return device, draw.choice((hosts[-1], draw.choice(hosts), draw.randint(hosts[0], hosts[-1])))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seeds)
+def test_equals_brute_force(seed: int) -> None:
+    shape, profile, draw = draw_case(seed)
+    plans = everything(shape, profile)
+    device, host = budgets(plans, draw)
+    fitting = [each for each in plans if each[0][1] <= device and each[2] <= host]
+    if not fitting:
+        with pytest.raises(BudgetError):
+            search(shape, profile, device_bytes=device, host_bytes=host)
+        return
+    found = search(shape, profile, device_bytes=device, host_bytes=host)
+    assert found.prediction.peak_bytes <= device
+    assert found.prediction.host_bytes <= host
+    assert found.simulated <= len(plans) + 2
+    best = min(fitting, key=lambda each: each[:2])
+    if "recompute" in found.plan.policies or set(found.plan.residency or ()) != {"persistent"}:
+        assert (time_cell(found.prediction.step_ms), found.prediction.peak_bytes) == best[0]
+    else:
+        assert found.prediction.step_ms <= best[1] * (1 + STAY_SHARE)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seeds)
+def test_the_smallest_budget_is_exact(seed: int) -> None:
+    shape, profile, _ = draw_case(seed)
+    with pytest.raises(BudgetError, match="memory_budget") as caught:
+        search(shape, profile, device_bytes=MB, host_bytes=None)
+    needed = caught.value.needed_bytes
+    assert needed == min(key[1] for key, *_ in everything(shape, profile))
+    assert search(shape, profile, device_bytes=needed, host_bytes=None).prediction.peak_bytes == needed
+    with pytest.raises(BudgetError, match="smallest that works") as caught:
+        search(shape, profile, device_bytes=needed - 1, host_bytes=None)
+    assert caught.value.needed_bytes == needed
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(seeds)
+def test_more_memory_is_not_slower(seed: int) -> None:
+    shape, profile, _ = draw_case(seed)
+    peaks = sorted({key[1] for key, *_ in everything(shape, profile)})
+    steps = [peaks[len(peaks) * i // 8] for i in range(8)] + [peaks[-1]]
+    times = [search(shape, profile, device_bytes=b, host_bytes=None).prediction.step_ms for b in steps]
+    for before, after in itertools.pairwise(times):
+        assert after <= before * (1 + STAY_SHARE) * 1.002
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(seeds, st.sampled_from(["policies", "residency", "buffers"]))
+def test_what_is_given_stays(seed: int, part: str) -> None:
+    shape, profile, draw = draw_case(seed)
+    blocks, chunks = len(shape.block_names), len(shape.chunks)
+    wanted = Plan(
+        policies=tuple(draw.choice(("keep", "recompute")) for _ in range(blocks)) if part == "policies" else None,
+        residency=tuple(draw.choice(("persistent", "offloaded", "split")) for _ in range(chunks))
+        if part == "residency"
+        else None,
+        buffers=draw.randint(3, 6) if part == "buffers" else None,
+    )
+    found = search(shape, profile, device_bytes=None, host_bytes=None, given=wanted)
+    assert getattr(found.plan, part) == getattr(wanted, part)
+    best = min(everything(shape, profile, wanted), key=lambda each: each[:2])
+    assert found.prediction.step_ms <= best[1] * (1 + STAY_SHARE) * 1.002
+
+
+def test_a_chunk_read_late() -> None:
+    """Its gradients wait for the buffer's last reader, and so do values: memory is not separable there."""
+    stack = Stack(blocks=3)
+    assert late_chunks(read_late(stack.shape())) == (4,)
+    assert late_chunks(stack.shape()) == ()
+
+
+def test_the_host_budget_is_named() -> None:
+    stack = Stack(blocks=3)
+    shape, profile = stack.shape(), stack.profile()
+    device = min(key[1] for key, *_ in everything(shape, profile)) + 100 * MB
+    with pytest.raises(BudgetError, match="host_memory_budget") as caught:
+        search(shape, profile, device_bytes=device, host_bytes=MB)
+    assert caught.value.budget == "host_memory_budget"
+    needed = caught.value.needed_bytes
+    assert search(shape, profile, device_bytes=device, host_bytes=needed).prediction.host_bytes == needed
+    with pytest.raises(BudgetError, match="or memory_budget to"):
+        search(shape, profile, device_bytes=device, host_bytes=needed - 1)
+
+
+def test_one_call_that_uses_many_chunks() -> None:
+    """A call that needs four chunks at once gets at least four buffers, though three are the rule."""
+    stack = Stack(blocks=6)
+    shape = stack.shape()
+    segments = list(shape.segments)
+    calls = {**segments[3].calls, "forward": CallShape((1, 2, 3, 4), 0)}
+    segments[3] = dataclasses.replace(segments[3], calls=calls)
+    shape = dataclasses.replace(shape, segments=tuple(segments))
+    given_plan = Plan.uniform("recompute", "offloaded")
+    found = search(shape, stack.profile(), device_bytes=None, host_bytes=None, given=given_plan)
+    assert found.plan.buffers is not None
+    assert found.plan.buffers >= 4
+
+
+def test_a_model_that_fits_stays_resident() -> None:
+    stack = Stack(blocks=4)
+    found = search(stack.shape(), stack.profile(), device_bytes=None, host_bytes=None)
+    assert set(found.plan.residency or ()) == {"persistent"}
+    assert found.plan.policies == ("keep",) * 4
+
+
+def test_a_model_that_is_not_prepared() -> None:
+    """Only policies are planned: as many blocks are kept as fit."""
+    stack = Stack(blocks=4)
+    lives = tuple(life for life in stack.shape().lives if not life.collects)
+    segments = tuple(
+        dataclasses.replace(each, calls={role: dataclasses.replace(c, chunks=()) for role, c in each.calls.items()})
+        for each in stack.shape().segments
+    )
+    shape = dataclasses.replace(stack.shape(), chunks=(), lives=lives, segments=segments)
+    whole = search(shape, stack.profile(), device_bytes=None, host_bytes=None)
+    assert whole.plan.residency is None
+    assert whole.plan.policies == ("keep",) * 4
+    part = search(shape, stack.profile(), device_bytes=whole.prediction.peak_bytes - 1, host_bytes=None)
+    assert part.plan.policies is not None
+    assert 0 < part.plan.policies.count("recompute") < 4
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_few_plans_are_simulated(clips: bool) -> None:
+    """What keeps the search fast, without looking at a clock: of some 50,000 plans it simulates few."""
+    stack = Stack(blocks=48, clips=clips, forward_ms=10.0, backward_ms=20.0)
+    shape, profile = stack.shape(), stack.profile(both=42.0, beside=20.0, beside_copies=4.0)
+    for cap in (3_000, 6_000, 12_000):
+        assert search(shape, profile, device_bytes=cap * MB, host_bytes=None).simulated <= 150
