@@ -213,6 +213,11 @@ class Program:
         """Module paths of the blocks that have a segment, in execution order."""
         return tuple(segment.stage.path for segment in self.segments if segment.stage.kind == "block")
 
+    def template_index(self, segment: int, loss: str | None) -> int:
+        """Return which template a segment runs: its own, or for a loss of ``sliced`` the sliced form of that."""
+        index = self.template_of[segment]
+        return self.sliced.get(index, index) if loss == "sliced" else index
+
     def graph_modules(self) -> dict[str, fx.GraphModule]:
         """Return the graph that passes rewrite, by name."""
         return {"joint" if self.differentiable else "inference": self.graph}

@@ -19,6 +19,7 @@ before the loop, one slice, what comes after (``compile_around_loop``).
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -40,6 +41,11 @@ class LoopOutput:
     kind: OutputKind
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class RowLoop:

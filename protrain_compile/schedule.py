@@ -80,10 +80,7 @@ class Schedule:
 
     def template_of(self, segment: int) -> Template:
         """Return the template that a segment runs, by number: for a sliced loss, the template's sliced form."""
-        index = self.program.template_of[segment]
-        if self.plan.loss == "sliced":
-            index = self.program.sliced.get(index, index)
-        return self.program.templates[index]
+        return self.program.templates[self.program.template_index(segment, self.plan.loss)]
 
     def parts_of(self, segment: int) -> Parts:
         """Return the parts of the template that a segment runs."""

@@ -18,6 +18,7 @@ from torch import fx
 from passes.apply_policies import SavedValue
 from passes.node_facts import is_effectful
 from protrain_compile.chunks import Chunk, ChunkLayout
+from protrain_compile.plan import Loss
 from protrain_compile.profile import Format, Role
 from protrain_compile.program import InputKind, Parts, Program, Ref, Segment, fake_value, results_of
 from protrain_compile.sizes import storage_bytes, storage_key
@@ -64,13 +65,15 @@ class Training:
     accumulates: bool = False
 
 
-def step_shape(program: Program, training: Training | None = None) -> StepShape:
+def step_shape(program: Program, training: Training | None = None, loss: Loss = "whole") -> StepShape:
     """Return the shape of one step of ``program``; ``training`` is None for a model that is not prepared."""
-    reader = _Reader(program, training)
+    reader = _Reader(program, training, loss)
     reader.read()
     blocks = iter(range(len(program.segments)))
     segments = tuple(
-        SegmentShape(s.stage.name, next(blocks) if s.stage.kind == "block" else -1, program.template_of[i], calls)
+        SegmentShape(
+            s.stage.name, next(blocks) if s.stage.kind == "block" else -1, program.template_index(i, loss), calls
+        )
         for i, (s, calls) in enumerate(zip(program.segments, reader.calls, strict=True))
     )
     shape = StepShape(
@@ -136,8 +139,9 @@ Result = tuple[int, int, int | None]
 
 
 class _Reader:
-    def __init__(self, program: Program, training: Training | None) -> None:
+    def __init__(self, program: Program, training: Training | None, loss: Loss) -> None:
         self.program = program
+        self.loss = loss
         self.place_of = dict(training.place_of) if training is not None else {}
         self.storages: list[_Storage] = []
         self.of: dict[Key, _Storage] = {}
@@ -176,7 +180,7 @@ class _Reader:
         return self.storages[-1]
 
     def _parts(self, index: int) -> Parts:
-        parts = self.program.templates[self.program.template_of[index]].parts
+        parts = self.program.templates[self.program.template_index(index, self.loss)].parts
         assert parts is not None
         return parts
 

@@ -74,7 +74,9 @@ def matmul_tflops(hardware: HardwareProfile, dtype: torch.dtype) -> float:
 
 
 def kernel_ms(kernel: Kernel, hardware: HardwareProfile) -> float:
-    """Return the time of one kernel (see the module docstring)."""
+    """Return the time of one kernel (see the module docstring); of a row loop, that of its slices' kernels."""
+    if kernel.parts:
+        return kernel.repeats * sum(kernel_ms(part, hardware) for part in kernel.parts)
     rate = matmul_tflops(hardware, kernel.dtype) * (ATTENTION_SHARE if kernel.attention else 1.0)
     return max(kernel.flops / (rate * 1e9), kernel.moved_bytes / (hardware.device_gb_per_s * 1e6))
 
@@ -85,7 +87,8 @@ def _estimate_part(
     fused = mode == "inductor"
     kernels = kernels_of(module, fused=fused)
     ms = sum(kernel_ms(kernel, hardware) for kernel in kernels)
-    return ArtefactCost(ms, workspace_bytes(module, fused=fused, dying=dying), len(kernels))
+    launches = sum(kernel.repeats * max(1, len(kernel.parts)) for kernel in kernels)
+    return ArtefactCost(ms, workspace_bytes(module, fused=fused, dying=dying), launches)
 
 
 def estimate_nodes(joint: fx.GraphModule, hardware: HardwareProfile) -> list[NodeCost]:

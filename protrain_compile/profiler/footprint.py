@@ -10,6 +10,7 @@ from torch import fx
 
 from protrain_compile.profiler.kernels import kernels_of, moves_nothing, source_of, value_bytes
 from protrain_compile.program import results_of
+from protrain_compile.row_loop import RowLoop, loop_of
 
 
 def workspace_bytes(module: fx.GraphModule, *, fused: bool, dying: Collection[fx.Node] = ()) -> int:
@@ -35,11 +36,20 @@ def workspace_bytes(module: fx.GraphModule, *, fused: bool, dying: Collection[fx
         dead = [value_bytes(source) for source in dies[id(kernel)]]
         free = [] if kernel.flops or not fused else [value_bytes(s) for s in dies[id(kernel)] if s.op != "placeholder"]
         live += _allocated(kernel.writes.values(), free)
-        peak = max(peak, live)
+        peak = max(peak, live + _loop_bytes(kernel.nodes[0], fused=fused))
         live -= sum(dead) - _reused(kernel.writes.values(), free)
         live -= sum(size for node, size in kernel.writes.items() if node not in last and node not in returned)
     made = sum(value_bytes(node) for node in returned if node.op != "placeholder")
     return peak - made
+
+
+def _loop_bytes(node: fx.Node, *, fused: bool) -> int:
+    """Return what a row loop allocates for one slice; 0 for any other node."""
+    if not isinstance(node.target, RowLoop):
+        return 0
+    module = loop_of(node).slice_graph
+    made = {source_of(each) for each in results_of(module)}
+    return workspace_bytes(module, fused=fused) + sum(map(value_bytes, made))
 
 
 def _reused(sizes: Iterable[int], free: Iterable[int]) -> int:

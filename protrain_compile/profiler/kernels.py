@@ -11,6 +11,8 @@ level that share something they read are one kernel, which reads each of its sou
        └────────── mul ─┴─ convert ── mm       level 1 begins after mm
 
 A sum over any but the last dimension (the gradient of a norm's weight) is a kernel of its own.
+
+A row loop is one kernel here, with those of a slice as its ``parts``, which run ``repeats`` times.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch._ops import HigherOrderOperator
 from passes.node_facts import is_view, op_name
 from protrain_compile.profiler.flops import is_attention, node_flops
 from protrain_compile.program import fake_value
+from protrain_compile.row_loop import RowLoop, loop_of
 from protrain_compile.sizes import hint
 
 REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "prod", "any", "all", "argmax"})
@@ -51,6 +54,8 @@ class Kernel:
         attention: Whether it is a fused attention.
         reads: Bytes that it reads of each source: a placeholder or a node of another kernel.
         writes: Bytes that it writes for each of ``nodes``.
+        parts: The kernels of one slice of a row loop.
+        repeats: How often they run.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -59,6 +64,8 @@ class Kernel:
     attention: bool
     reads: dict[fx.Node, int]
     writes: dict[fx.Node, int]
+    parts: tuple[Kernel, ...] = ()
+    repeats: int = 1
 
     @property
     def moved_bytes(self) -> int:
@@ -70,7 +77,7 @@ def kernels_of(module: fx.GraphModule, *, fused: bool) -> list[Kernel]:
     """Return the kernels of ``module`` in an order in which they can run."""
     nodes = list(module.graph.nodes)
     if not fused:
-        return [_single(node) for node in nodes if _computes(node)]
+        return [_single(node, fused=False) for node in nodes if _computes(node)]
     return _Fusion(nodes).kernels()
 
 
@@ -86,7 +93,9 @@ def is_opaque(node: fx.Node) -> bool:
     if node.op != "call_function" or moves_nothing(node):
         return False
     name = op_name(node)
-    return isinstance(node.target, HigherOrderOperator) or node_flops(node) > 0 or any(p in name for p in OPAQUE_PARTS)
+    if isinstance(node.target, HigherOrderOperator | RowLoop):
+        return True
+    return node_flops(node) > 0 or any(part in name for part in OPAQUE_PARTS)
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -105,13 +114,34 @@ def _computes(node: fx.Node) -> bool:
     return node.op == "call_function" and not moves_nothing(node) and value_bytes(node) > 0
 
 
-def _single(node: fx.Node) -> Kernel:
+def _single(node: fx.Node, *, fused: bool) -> Kernel:
     reads = dict.fromkeys(map(source_of, node.all_input_nodes), 0)
     for entry in dict.fromkeys(node.all_input_nodes):
         source = source_of(entry)
         size = value_bytes(node) if _is_table(entry, node) else value_bytes(entry)
         reads[source] = min(value_bytes(source), reads[source] + size)
-    return Kernel((node,), node_flops(node), _dtype(node), is_attention(node), reads, {node: value_bytes(node)})
+    kernel = Kernel((node,), node_flops(node), _dtype(node), is_attention(node), reads, {node: value_bytes(node)})
+    return _with_slices(kernel, loop_of(node), fused=fused) if isinstance(node.target, RowLoop) else kernel
+
+
+def _with_slices(kernel: Kernel, loop: RowLoop, *, fused: bool) -> Kernel:
+    """Return the kernel of a row loop."""
+    parts = kernels_of(loop.slice_graph, fused=fused)
+    results = iter(loop.slice_graph.graph.output_node().args[0])  # type: ignore[arg-type]
+    for output in loop.outputs:
+        left = next(results)
+        if output.kind == "product":
+            parts.append(_product(kernel, left, next(results), output.size_bytes))
+    return dataclasses.replace(kernel, parts=tuple(parts), repeats=loop.slices)
+
+
+def _product(kernel: Kernel, left: fx.Node, right: fx.Node, size_bytes: int) -> Kernel:
+    """Return the product that a row loop adds to one of its results, which it reads and writes."""
+    rows, columns = fake_value(left).shape[0], fake_value(right).shape[1]
+    flops = 2 * rows * hint(fake_value(right).shape[0]) * columns
+    (node,) = kernel.nodes
+    reads = {left: value_bytes(left), right: value_bytes(right), node: size_bytes}
+    return Kernel((node,), flops, fake_value(left).dtype, False, reads, {node: size_bytes})
 
 
 def _is_table(entry: fx.Node, user: fx.Node) -> bool:
@@ -154,7 +184,7 @@ class _Fusion:
             groups.add_node(root)
             if not _is_outer_reduction(root):
                 groups.add_edges_from((root, self._meeting(root, source)) for source, _ in entries)
-        found = [_single(node) for node in self.opaque if value_bytes(node)]
+        found = [_single(node, fused=True) for node in self.opaque if value_bytes(node)]
         for group in nx.connected_components(groups):
             roots = sorted((each for each in group if isinstance(each, fx.Node)), key=self.position.__getitem__)
             found.append(self._group(roots, reads))

@@ -17,6 +17,7 @@ from protrain_compile import Plan
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.chunks import ChunkBinding
 from protrain_compile.lowering import Choice, Op
+from protrain_compile.plan import Loss
 from protrain_compile.program import Program
 from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.shape_reader import Training, step_shape
@@ -30,11 +31,12 @@ class Captured:
     program: Program
     binding: ChunkBinding
     shape: StepShape
+    loss: Loss = "whole"
 
     def schedule(self, choice: Choice) -> Schedule:
         """Return what the passes write for ``choice``."""
         binding = dataclasses.replace(self.binding, residency=choice.residency, buffers=choice.buffers)
-        plan = Plan(policies=choice.policies).fit(self.program.block_names)
+        plan = Plan(policies=choice.policies, loss=self.loss).fit(self.program.block_names)
         schedule = Schedule(self.program, plan, ArtefactSet("eager"), chunks=binding)
         for each in schedule_pipeline().passes:  # without the verifier, which has tests of its own
             each.run(schedule)
@@ -42,7 +44,11 @@ class Captured:
 
 
 def captured(
-    model: nn.Module, data: Callable[[int], Any] = batch, chunk_bytes: int = 2_000, **training: Any
+    model: nn.Module,
+    data: Callable[[int], Any] = batch,
+    chunk_bytes: int = 2_000,
+    loss: Loss = "whole",
+    **training: Any,
 ) -> Captured:
     """Prepare and run ``model`` once; ``training`` says how it trains."""
     trainee = prepared(model, forced(chunk_bytes=chunk_bytes), data=data)
@@ -52,7 +58,7 @@ def captured(
     layout = schedule.chunks.layout
     moments = tuple(2 if chunk.trainable else 0 for chunk in layout.chunks)
     facts = Training(layout, schedule.chunks.place_of, moments, **training)
-    return Captured(schedule.program, schedule.chunks, step_shape(schedule.program, facts))
+    return Captured(schedule.program, schedule.chunks, step_shape(schedule.program, facts, loss), loss)
 
 
 def real_operations(schedule: Schedule, graph: str) -> list[Op]:

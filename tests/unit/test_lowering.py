@@ -62,6 +62,7 @@ CASES: dict[str, Callable[[], Captured]] = {
     "frozen": lambda: captured(frozen(), token_batch, chunk_bytes=1_500),
     "snapshots": lambda: captured(old_values(), token_batch),
     "bf16": lambda: captured(half(), token_batch),
+    "sliced loss": lambda: captured(light.GPT(3, tied=True), token_batch, loss="sliced"),
     "llama": lambda: captured(models.Llama(3), lambda seed: models.tokens(seed=seed), chunk_bytes=8_000),
 }
 

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.capture import Graph, gpt_program
+import torch.nn.functional as F
+from support.capture import Graph, capture, gpt_program
 from support.profiles import machine
+from torch import Tensor, nn
 
+from passes import structure_pipeline
 from protrain_compile.profile import Profile
 from protrain_compile.profiler.estimate import (
     ATTENTION_SHARE,
@@ -80,3 +83,29 @@ def test_saved_values_and_tangents_die_in_the_backward() -> None:
     names = {str(node.target) for node in dying_inputs(parts)}
     assert any(name.startswith("tangents") for name in names)
     assert not any(name.startswith("primals") for name in names)
+
+
+def test_a_sliced_loss_takes_as_long_and_needs_less_memory() -> None:
+    """On a machine of which products, not launches or copies, take the time; its forward does the backward's work."""
+    torch.manual_seed(0)
+    model = Head(width=64, words=4096)
+    program = capture(model, torch.randn(8, 256, 64), torch.randint(4096, (8, 256)))
+    structure_pipeline(inductor=False, inductor_draws=False).run(program)
+    ((whole, sliced),) = program.sliced.items()
+    found = estimate_profile(program, machine(matmul_tflops={"float32": 0.001})).templates
+    times = [sum(found[i].parts[role].ms for role in ("forward", "backward")) for i in (whole, sliced)]
+    assert 0.95 < times[1] / times[0] < 1.1
+    needs = [max(part.workspace_bytes for part in found[i].parts.values()) for i in (whole, sliced)]
+    assert needs[1] < needs[0] / 2
+    assert found[sliced].parts["forward"].launches > found[whole].parts["forward"].launches
+
+
+class Head(nn.Module):
+    """A projection to words and its loss."""
+
+    def __init__(self, width: int, words: int) -> None:
+        super().__init__()
+        self.words = nn.Linear(width, words, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.words(x).flatten(0, 1), labels.flatten())
