@@ -28,7 +28,8 @@ import torch
 from torch import fx
 
 from passes.linearity import dependent_nodes, first_nonlinear
-from passes.row_slices import PRODUCTS, CannotSliceError, Region, RowInput, SliceWriter, sizes
+from passes.row_slices import RowInput, SliceWriter
+from passes.wide_region import PRODUCTS, CannotSliceError, Region, sizes
 from protrain_compile import compat
 from protrain_compile.program import Program, Template, fake_value, results_of
 from protrain_compile.row_loop import LoopOutput, RowLoop
