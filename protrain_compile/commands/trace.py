@@ -25,6 +25,8 @@ from protrain_compile.packing import Preparation
 from protrain_compile.program import Program, fake_value
 from protrain_compile.update_book import UpdateBook
 
+CPU = torch.device("cpu")
+
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
@@ -40,6 +42,12 @@ class Inputs:
             return cls(named={name: _on_cpu(each) for name, each in value.items()})
         values = value if isinstance(value, list | tuple) else (value,)
         return cls(tuple(_on_cpu(each) for each in values))
+
+    def to(self, device: torch.device) -> Inputs:
+        """Return them on ``device``."""
+        positional = [each.to(device) if isinstance(each, torch.Tensor) else each for each in self.positional]
+        named = {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in self.named.items()}
+        return Inputs(tuple(positional), named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +80,23 @@ class TracedModel:
         return {index: inputs[i].travels or fake_value(primals[i]).dtype for i, index in self.places.items()}
 
 
-def trace_model(model: nn.Module, inputs: Inputs, preparation: Preparation) -> TracedModel:
+def trace_model(model: nn.Module, inputs: Inputs, preparation: Preparation, device: torch.device = CPU) -> TracedModel:
     """Return the traced ``model``, whose values are gone afterwards.
+
+    Args:
+        model: The model.
+        inputs: What it is called with.
+        preparation: What ``prepare`` would be told.
+        device: Where the values of the graph lie: the CPU for planning alone, or where its parts shall run.
 
     Raises:
         TraceError: If the forward breaks into several graphs, fails, or gives nothing to differentiate.
     """
-    empty_values(model)
+    empty_values(model, device)
     named = list(model.named_parameters())
     book = adamw_book(model)
     managed = ManagedModel(named, book, preparation)
-    program, places = _capture(model, inputs)
+    program, places = _capture(model, inputs.to(device))
     structure_pipeline(inductor=True, inductor_draws=True).run(program)
     return TracedModel(program, managed.specs, book, places)
 
@@ -101,22 +115,22 @@ def adamw_book(model: nn.Module) -> UpdateBook:
     return UpdateBook(torch.optim.AdamW(trainable), groups, [parameter.dtype for parameter in parameters])
 
 
-def empty_values(model: nn.Module) -> None:
-    """Move a model from ``meta`` to the CPU: parameters without memory, buffers as zeros; ties stay."""
+def empty_values(model: nn.Module, device: torch.device = CPU) -> None:
+    """Move a model from ``meta`` to ``device``: parameters without memory, buffers as zeros; ties stay."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(_hollow(parameter), parameter.requires_grad)
+                    made[id(parameter)] = nn.Parameter(_hollow(parameter, device), parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.setdefault(id(buffer), torch.zeros_like(buffer, device="cpu"))
+                module._buffers[name] = made.setdefault(id(buffer), torch.zeros_like(buffer, device=device))
 
 
-def _hollow(parameter: torch.Tensor) -> torch.Tensor:
-    like = torch.empty(0, dtype=parameter.dtype, device="cpu")
+def _hollow(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    like = torch.empty(0, dtype=parameter.dtype, device=device)
     like.set_(like.untyped_storage(), 0, parameter.shape, parameter.stride())
     like.untyped_storage().resize_(0)
     return like

@@ -27,6 +27,7 @@ from protrain_compile.errors import ProfileError
 from protrain_compile.options import CompileMode
 from protrain_compile.profiler.hardware import device_bytes, device_name
 from protrain_compile.program import Template, fake_value
+from protrain_compile.row_loop import RowLoop
 from protrain_compile.sizes import hint
 
 log = logging.getLogger("protrain_compile.profiler")
@@ -100,6 +101,8 @@ def graph_text(module: fx.GraphModule) -> list[str]:
         if node.op == "get_attr":
             held = getattr(module, str(node.target), None)
             lines += graph_text(held) if isinstance(held, fx.GraphModule) else []
+        if isinstance(node.target, RowLoop):
+            lines += graph_text(node.target.slice_graph)
     return lines
 
 

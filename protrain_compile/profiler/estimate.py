@@ -23,7 +23,7 @@ from passes.node_facts import op_name
 from protrain_compile.options import CompileMode
 from protrain_compile.profile import ArtefactCost, HardwareProfile, NodeCost, Profile, Role, TemplateProfile
 from protrain_compile.profiler.footprint import node_changes, workspace_bytes
-from protrain_compile.profiler.kernels import Kernel, kernels_of
+from protrain_compile.profiler.kernels import Kernel, kernels_of, launches_of
 from protrain_compile.program import Parts, Program, Template
 
 ATTENTION_SHARE = 0.5
@@ -87,8 +87,7 @@ def _estimate_part(
     fused = mode == "inductor"
     kernels = kernels_of(module, fused=fused)
     ms = sum(kernel_ms(kernel, hardware) for kernel in kernels)
-    launches = sum(kernel.repeats * max(1, len(kernel.parts)) for kernel in kernels)
-    return ArtefactCost(ms, workspace_bytes(module, fused=fused, dying=dying), launches)
+    return ArtefactCost(ms, workspace_bytes(module, fused=fused, dying=dying), launches_of(kernels))
 
 
 def estimate_nodes(joint: fx.GraphModule, hardware: HardwareProfile) -> list[NodeCost]:

@@ -76,7 +76,7 @@ def node_changes(module: fx.GraphModule) -> list[tuple[fx.Node, int, int]]:
         made = 0 if moves_nothing(node) else value_bytes(node)
         used = {owner_of(each) for each in [*node.all_input_nodes, node]}
         freed = sum(owned_bytes(each) for each in used if last.get(each, node) is node)
-        found.append((node, made - freed, made))
+        found.append((node, made - freed, made + _loop_bytes(node, fused=False)))
     return found
 
 

@@ -81,6 +81,11 @@ def kernels_of(module: fx.GraphModule, *, fused: bool) -> list[Kernel]:
     return _Fusion(nodes).kernels()
 
 
+def launches_of(kernels: Iterable[Kernel]) -> int:
+    """Return how many kernels are launched, those inside row loops for every slice."""
+    return sum(kernel.repeats * max(1, len(kernel.parts)) for kernel in kernels)
+
+
 def value_bytes(node: fx.Node) -> int:
     """Return the bytes of a node's elements, of all tensors if it has several; 0 for numbers."""
     value = fake_value(node)

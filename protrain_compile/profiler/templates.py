@@ -29,7 +29,7 @@ from protrain_compile.profile import ArtefactCost, HardwareProfile, Role, Templa
 from protrain_compile.profiler.estimate import dying_inputs, estimate_template
 from protrain_compile.profiler.footprint import workspace_bytes
 from protrain_compile.profiler.inputs import make_inputs, make_value
-from protrain_compile.profiler.kernels import kernels_of
+from protrain_compile.profiler.kernels import kernels_of, launches_of
 from protrain_compile.profiler.meter import Meter, Timing, make_meter, time_call
 from protrain_compile.program import Parts, Program, Template
 from protrain_compile.sizes import size_bytes
@@ -144,7 +144,7 @@ class TemplateRun:
 
     def _launches(self, module: fx.GraphModule, timing: Timing) -> int:
         if self.meter.device.type == "cpu":
-            return len(kernels_of(module, fused=self.artefacts.mode == "inductor"))
+            return launches_of(kernels_of(module, fused=self.artefacts.mode == "inductor"))
         return round(timing.launch_ms * 1e3 / self.hardware.launch_us)
 
 
