@@ -12,6 +12,7 @@ graphs that run::
     partition_templates  forward, recompute and backward of each template
 
     apply_policies       the forward and backward graphs for the Plan's policies
+    offload_activations  saved values of swapped blocks leave for the host, and are back before their backward
     move_chunks          a prepared model's artefacts read parameters from chunks
     insert_updates       gradients end in their chunk, which is offloaded and updated
     place                which buffer a chunk uses, and when its prefetch starts
@@ -28,6 +29,7 @@ from passes.hoist_casts import HoistCasts
 from passes.insert_updates import InsertUpdates
 from passes.interface import Pass, PassRecord, Pipeline
 from passes.move_chunks import MoveChunks
+from passes.offload_activations import OffloadActivations
 from passes.outline_blocks import OutlineBlocks
 from passes.partition_templates import PartitionTemplates
 from passes.place import Place
@@ -67,7 +69,13 @@ def structure_pipeline(*, inductor: bool, inductor_draws: bool, print_after: str
 
 def schedule_pipeline(*, print_after: str | None = None) -> Pipeline[Schedule]:
     """Return the passes that turn segments, templates and a Plan into the graphs that run."""
-    passes: list[Pass[Schedule]] = [ApplyPolicies(), MoveChunks(), InsertUpdates(), Place()]
+    passes: list[Pass[Schedule]] = [
+        ApplyPolicies(),
+        OffloadActivations(),
+        MoveChunks(),
+        InsertUpdates(),
+        Place(),
+    ]
     return Pipeline[Schedule](passes, given={"parts"}, verify=verify_schedule, print_after=print_after)
 
 

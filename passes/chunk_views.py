@@ -74,11 +74,16 @@ class _Reader:
             if node.target in (ops.bind, ops.wait):
                 self._made[node] = (effects.view(node.target, call),)
                 call = dataclasses.replace(call, result=None)
+            elif node.target is ops.wait_reload:
+                self._made[node] = call.inputs
             elif result is not None:
                 self._made[node] = (result,)
             yield Operation(graph, node, effect, call)
 
     def _inputs(self, node: fx.Node) -> Accesses:
+        """Return what a node is given; of the release of swapped values, these."""
+        if node.target is ops.release_swapped:
+            node = node.args[1].args[1]  # type: ignore[union-attr, assignment]
         return tuple(dict.fromkeys(a for source in node.all_input_nodes for a in self._made.get(source, ())))
 
     def _passed_on(self, node: fx.Node) -> Accesses:

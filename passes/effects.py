@@ -30,6 +30,10 @@ left b         the gradients in buffer b have been copied to the host
 landed c       the gradients of chunk c are in their landing (an event of its own for every offload)
 emptied n      a host job is done with landing n
 updated c      the last host update of chunk c has run
+computed s     the values that segment s swaps have been computed
+swapped s      they have left for the host
+allocated s    the compute stream is done with the memory that they come back to
+reloaded s     they are back
 =============  =====================================================================================
 
 What an operation does may depend on what the launching thread knows: a ``prefetch`` of what a buffer holds already does
@@ -348,6 +352,31 @@ def _apply(chunk: int, ledger: Ledger) -> Steps:
     return (Step("host", (Event("landed", chunk),), reads, (source,), (updated, Event("emptied", number))),)
 
 
+def _swap_out(call: Call, ledger: Ledger) -> Steps:
+    """The result stands for the slab: every run has one of its own until its handle dies."""
+    segment = int(call.arguments["segment"])
+    made = Step("compute", records=(Event("computed", segment),))
+    slab = () if call.result is None else (call.result,)
+    return (made, Step("d2h", (Event("computed", segment),), call.inputs, slab, (Event("swapped", segment),)))
+
+
+def _release_swapped(call: Call, ledger: Ledger) -> Steps:
+    """The memory of the values that left is free: whatever compute does next may write there."""
+    return (Step("compute", waits=(Event("swapped", int(call.arguments["segment"])),), writes=call.inputs),)
+
+
+def _reload(call: Call, ledger: Ledger) -> Steps:
+    segment = int(call.arguments["segment"])
+    allocated = Step("compute", records=(Event("allocated", segment),))
+    waits = (Event("allocated", segment), Event("swapped", segment))
+    memory = () if call.result is None else (call.result,)
+    return (allocated, Step("h2d", waits, call.inputs, memory, (Event("reloaded", segment),)))
+
+
+def _wait_reload(call: Call, ledger: Ledger) -> Steps:
+    return (Step("compute", waits=(Event("reloaded", int(call.arguments["segment"])),)),)
+
+
 EFFECTS: dict[Callable[..., Any], Effect] = {
     ops.snapshot: _compute,
     ops.bind: _bind,
@@ -358,6 +387,10 @@ EFFECTS: dict[Callable[..., Any], Effect] = {
     ops.collect: _collect,
     ops.offload: _offload,
     ops.update: _update,
+    ops.swap_out: _swap_out,
+    ops.release_swapped: _release_swapped,
+    ops.reload: _reload,
+    ops.wait_reload: _wait_reload,
 }
 """What each named operation does; calls of artefacts are all alike, see ``effect_of``."""
 

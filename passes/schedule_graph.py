@@ -39,7 +39,7 @@ def gathered_placeholders(schedule: Schedule, graph: str) -> set[fx.Node]:
 
 def _argument_placeholders(schedule: Schedule, graph: str) -> list[fx.Node]:
     placeholders = schedule.graphs[graph].graph.find_nodes(op="placeholder")
-    return [node for node in placeholders if "residency" not in node.meta]
+    return [node for node in placeholders if not node.meta.keys() & {"residency", "swap"}]
 
 
 def residency_placeholder(module: fx.GraphModule) -> fx.Node:

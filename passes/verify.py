@@ -10,6 +10,7 @@ Schedule
     * a segment is recomputed before its backward if its policy says so, and only then
     * every trainable input has a gradient, frozen ones have none (invariant 5)
     * chunks are where they are used, and their buffers are used by one at a time: see ``verify_chunks``
+    * swapped values leave, are released, come back and are waited for: see ``verify_swaps``
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import collections
 from torch import fx
 
 from passes.apply_policies import block_policies
+from passes.chunk_views import schedule_operations
 from passes.node_facts import is_parameter_cast, is_view, never_recompute
 from passes.verify_chunks import verify_chunks
+from passes.verify_order import verify_order
+from passes.verify_swaps import verify_swaps
 from protrain_compile import ops
 from protrain_compile.errors import VerifierError
 from protrain_compile.program import Parts, Program, Template, results_of
@@ -94,6 +98,9 @@ def verify_schedule(schedule: Schedule, pass_name: str) -> None:
         _check_order(module, f"after {pass_name}: {name} graph: ")
     if schedule.chunks is not None:
         verify_chunks(schedule, f"after {pass_name}: ")
+    elif schedule.swapped_bytes:
+        verify_order(schedule, f"after {pass_name}: ", schedule_operations(schedule))
+    verify_swaps(schedule, f"after {pass_name}: ")
     if "backward" in schedule.graphs:
         _check_recomputes(schedule, f"after {pass_name}: backward graph: ")
         _check_gradients(schedule, f"after {pass_name}: backward graph: ")

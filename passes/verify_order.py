@@ -32,9 +32,9 @@ def verify_order(schedule: Schedule, where: str, operations: Mapping[str, Sequen
     Raises:
         VerifierError: If an operation may run too early, or finds something else than it needs.
     """
-    assert schedule.chunks is not None
     for tour in tours_of(schedule.graphs):
-        _Walk(where, tour, operations, Ledger.of(schedule.chunks, tour.landings)).run()
+        ledger = Ledger((), ()) if schedule.chunks is None else Ledger.of(schedule.chunks, tour.landings)
+        _Walk(where, tour, operations, ledger).run()
 
 
 @dataclasses.dataclass

@@ -54,13 +54,13 @@ def schedule_liveness(schedule: Schedule) -> dict[str, Liveness]:
     A kept value is the same storage in forward and backward, and what the caller holds is held during both.
     """
     entry = list(schedule.entry.graph.nodes)
-    made = _storages(entry, {})
+    made = storages_of(entry, {})
     held = dict(pair for node in entry if node.op in ("placeholder", "get_attr") for pair in made.get(node, ()))
     found = {"forward" if schedule.program.differentiable else "inference": _liveness(entry, made, held)}
     if "backward" in schedule.graphs:
         given = {placeholder: made.get(source, []) for placeholder, source in kept_sources(schedule).items()}
         backward = list(schedule.graphs["backward"].graph.nodes)
-        found["backward"] = _liveness(backward, _storages(backward, given), held)
+        found["backward"] = _liveness(backward, storages_of(backward, given), held)
     return found
 
 
@@ -68,10 +68,12 @@ def saved_bytes(schedule: Schedule) -> dict[fx.Node, int]:
     """Return the bytes that each operation of the forward leaves for the backward, and no others keep alive."""
     if "backward" not in schedule.graphs:
         return {}
-    made = _storages(list(schedule.entry.graph.nodes), {})
+    made = storages_of(list(schedule.entry.graph.nodes), {})
     seen = {key for node in schedule.entry.graph.find_nodes(op="placeholder") for key, _ in made.get(node, ())}
     found: dict[fx.Node, int] = {}
     for source in kept_sources(schedule).values():
+        if source.target is ops.swap_out:
+            continue
         for key, size in made.get(source, ()):
             if key not in seen:
                 seen.add(key)
@@ -90,7 +92,7 @@ def kept_sources(schedule: Schedule) -> dict[fx.Node, fx.Node]:
 def kept_aliases(schedule: Schedule) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
     """Return, for each kept value, the positions of the forward's output and of its argument that share its memory."""
     nodes = list(schedule.graphs["forward"].graph.nodes)
-    made = _storages(nodes, {})
+    made = storages_of(nodes, {})
     results = results_of(schedule.graphs["forward"])
     split = len(results) - schedule.backward_inputs.num_kept
 
@@ -140,8 +142,14 @@ def _walk(nodes: list[fx.Node], births: dict[fx.Node, int], deaths: dict[fx.Node
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """Return the call whose return brings ``node`` to life: for an item of a result, that call."""
+    """Return the call that brings ``node`` to life: for an item of a result, that call; of reloaded values, reload."""
+    if _is_reloaded(node):
+        return node.args[0].args[1]  # type: ignore[union-attr, return-value]
     return node.args[0] if _is_item(node) else node  # type: ignore[return-value]
+
+
+def _is_reloaded(node: fx.Node) -> bool:
+    return bool(node.args) and isinstance(node.args[0], fx.Node) and node.args[0].target is ops.wait_reload
 
 
 def _is_item(node: fx.Node) -> bool:
@@ -149,27 +157,58 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Return the operation (or output) inside which each node's value dies; a pack stands for the call it feeds."""
+    """Return the operation (or output) inside which each node's value dies; a pack stands for the call it feeds.
+
+    Values on their way to the host die when they have left, those that pass through a staging buffer at once.
+    """
     last: dict[fx.Node, fx.Node] = {}
+    order = {node: i for i, node in enumerate(nodes)}
     for node in nodes:
-        end = next(iter(node.users)) if node.target is ops.pack else node
-        for source in node.all_input_nodes:
-            last[source] = end
-    return last
+        use = next(iter(node.users)) if node.target is ops.pack else node
+        for position, source in enumerate(node.args if node.target is ops.pack else node.all_input_nodes):
+            if isinstance(source, fx.Node):
+                end = _release_of(use) if _leaves_directly(use, position) else use
+                last[source] = max(last.get(source, end), end, key=order.__getitem__)
+    return last | {node: _release_of(node) for node in nodes if node.target is ops.swap_out}
 
 
-def _storages(nodes: list[fx.Node], given: StoragesOf) -> StoragesOf:
+def _leaves_directly(node: fx.Node, position: int) -> bool:
+    if node.target is not ops.swap_out:
+        return False
+    bundle = node.meta["layout"].values[position].bundle
+    return bundle >= 0 and not node.meta["layout"].bundles[bundle].staged
+
+
+def _release_of(swapped: fx.Node) -> fx.Node:
+    return next(user for user in swapped.users if user.target is ops.release_swapped)
+
+
+def _bundle_storages(node: fx.Node) -> list[tuple[Storage, int]]:
+    """Return the memory that moving swapped values takes: staging on the way out, everything on the way back."""
+    return [
+        ((node, number), bundle.size_bytes)
+        for number, bundle in enumerate(node.meta["layout"].bundles)
+        if node.target is ops.reload or bundle.staged
+    ]
+
+
+def storages_of(nodes: list[fx.Node], given: StoragesOf) -> StoragesOf:
     """Return, for every value, the storages behind it. An item that views an argument of its call has that one's.
 
     Equal blocks share the fake values of their template, so a storage is named by the call that makes it, too.
     """
     found: StoragesOf = {}
     for node in nodes:
+        if node.target in (ops.swap_out, ops.reload):
+            found[node] = _bundle_storages(node)
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             continue
         if node in given:
             found[node] = given[node]
+            continue
+        if _is_reloaded(node):
+            found[node] = _reloaded_storages(node)
             continue
         if _is_item(node):
             call: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -181,6 +220,13 @@ def _storages(nodes: list[fx.Node], given: StoragesOf) -> StoragesOf:
         else:
             found[node] = [((node.op == "placeholder" and "graph", storage_key(value)), storage_bytes(value))]
     return found
+
+
+def _reloaded_storages(item: fx.Node) -> list[tuple[Storage, int]]:
+    waited: fx.Node = item.args[0]  # type: ignore[assignment]
+    bundle = waited.meta["layout"].values[item.args[1]].bundle
+    reload: fx.Node = waited.args[1]  # type: ignore[assignment]
+    return _bundle_storages(reload)[bundle : bundle + 1] if bundle >= 0 else []
 
 
 def _argument_storages(call: fx.Node) -> Iterator[tuple[int, fx.Node]]:

@@ -30,6 +30,7 @@ from protrain_compile.residency import ChunkResidency, SegmentsOf
 from protrain_compile.runtime.chunk_store import ChunkStore
 from protrain_compile.runtime.host_worker import HostWorker
 from protrain_compile.runtime.streams import make_streams
+from protrain_compile.runtime.swap import SwapSpace
 from protrain_compile.update_book import UpdateBook
 from protrain_compile.update_guard import UpdateGuard
 from protrain_compile.updates.definition import Segment
@@ -48,6 +49,7 @@ class ManagedModel:
         self.specs = tuple(ParameterSpec.of(name, parameter) for name, parameter in named)
         self.layout: ChunkLayout | None = None
         self.residency: ChunkResidency | None = None
+        self.swap: SwapSpace | None = None
         self.snapshot_depth = 0
         self.gradients: WaitingGradients | None = None
         self.versions: list[int] = []
@@ -200,6 +202,18 @@ class ManagedModel:
         assert self.residency is not None
         return self.residency
 
+    def swap_space(self) -> SwapSpace:
+        """Return where swapped blocks' values go: on the streams of the chunks, within the host budget."""
+        if self.swap is None:
+            store = self.packed.store
+
+            def held_bytes() -> int:
+                return store.pinned.held_bytes + store.pageable.held_bytes
+
+            budget = self.preparation.host_budget
+            self.swap = SwapSpace(self.packed.streams, store.pinned, budget, held_bytes)
+        return self.swap
+
     def zero_grad(self) -> None:
         """Forget the gradients that wait."""
         self.guard.before_zero_grad()
@@ -303,6 +317,8 @@ class ManagedModel:
 
     def close(self) -> None:
         """End the worker and give all memory back; parameters cannot be read afterwards."""
+        if self.swap is not None:
+            self.swap.close()
         if self.residency is not None:
             self.residency.close()
 

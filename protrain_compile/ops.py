@@ -59,6 +59,30 @@ class ChunkOperations(Protocol):
         ...
 
 
+class SwapOperations(Protocol):
+    """Who carries out the operations on swapped values (policy ``swap``): a graph's argument before the model's own.
+
+    ``swapped`` stands for the values of one segment on the host; the forward's context keeps it, and its memory on the
+    host goes back to a pool when it dies. ``reloaded`` stands for these values on their way back.
+    """
+
+    def swap_out(self, values: list[Any]) -> Any:
+        """Start copying values to the host, behind what computes them; their memory stays until ``release``."""
+        ...
+
+    def release(self, swapped: Any) -> None:
+        """Make the compute stream wait until the copy has left; the values' device memory is free then."""
+        ...
+
+    def reload(self, swapped: Any) -> Any:
+        """Start copying the values back, to new device memory."""
+        ...
+
+    def wait_reload(self, reloaded: Any) -> tuple[torch.Tensor, ...]:
+        """Make the compute stream wait for the values; return them, with their shapes and strides."""
+        ...
+
+
 def bind(residency: ChunkOperations, *, chunk: int, slots: tuple[int, ...], stream: str) -> tuple[torch.Tensor, ...]:
     """See :meth:`ChunkOperations.bind`."""
     return residency.bind(chunk, slots)
@@ -110,3 +134,25 @@ def offload(residency: ChunkOperations, *, chunk: int, buffer: int, stream: str)
 def update(residency: ChunkOperations, *, chunk: int, slots: tuple[int, ...], stream: str) -> None:
     """See :meth:`ChunkOperations.update`."""
     residency.update(chunk, slots)
+
+
+def swap_out(swap: SwapOperations, values: list[Any], *, segment: int, stream: str) -> Any:
+    """See :meth:`SwapOperations.swap_out`; boxed: empties ``values``."""
+    swapped = swap.swap_out(values)
+    values.clear()
+    return swapped
+
+
+def release_swapped(swap: SwapOperations, swapped: Any, *, segment: int, stream: str) -> None:
+    """See :meth:`SwapOperations.release`."""
+    swap.release(swapped)
+
+
+def reload(swap: SwapOperations, swapped: Any, *, segment: int, stream: str) -> Any:
+    """See :meth:`SwapOperations.reload`."""
+    return swap.reload(swapped)
+
+
+def wait_reload(swap: SwapOperations, reloaded: Any, *, segment: int, stream: str) -> tuple[torch.Tensor, ...]:
+    """See :meth:`SwapOperations.wait_reload`."""
+    return swap.wait_reload(reloaded)

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 from protrain_compile.chunks import RESIDENCIES, Residency
 from protrain_compile.errors import PlanError
 
-Policy = Literal["keep", "recompute"]
+Policy = Literal["keep", "recompute", "swap"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 Loss = Literal["whole", "sliced"]
 LOSSES: tuple[str, ...] = get_args(Loss)

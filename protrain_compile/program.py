@@ -209,6 +209,13 @@ class Program:
         return results_of(self.graph)
 
     @property
+    def device(self) -> torch.device:
+        """The device that the graph computes on: that of its first input that is not on the CPU."""
+        values = [fake_value(node) for node in self.placeholders]
+        devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+    @property
     def block_names(self) -> tuple[str, ...]:
         """Module paths of the blocks that have a segment, in execution order."""
         return tuple(segment.stage.path for segment in self.segments if segment.stage.kind == "block")

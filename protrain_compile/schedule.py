@@ -19,7 +19,8 @@ class Operation:
     """What a schedule node does, for printing and checking; stored as ``node.meta["operation"]``.
 
     Attributes:
-        op: Name of the operation: forward, recompute, backward, snapshot, or one on a chunk (see ``ops``).
+        op: Name of the operation: forward, recompute, backward, snapshot, one on a chunk, or one on swapped values
+            (see ``ops``).
         what: What it works on, such as ``block 3`` or ``chunk 10``.
         stream: The stream it runs on.
         segment: Index of the segment it belongs to.
@@ -65,6 +66,8 @@ class Schedule:
         graphs: ``forward`` and ``backward``, or ``inference``; boxed calls (one list in, emptied).
         backward_inputs: How the backward's placeholders are bound.
         chunks: How the parameters lie in chunks, for a prepared model; its graphs take the residency first.
+        swapped_bytes: Host bytes of every segment that is swapped, in order; if there are any, the graphs take the
+            swap space before the model's own arguments.
     """
 
     program: Program
@@ -73,6 +76,7 @@ class Schedule:
     graphs: dict[str, fx.GraphModule] = dataclasses.field(default_factory=dict)
     backward_inputs: BackwardInputs = BackwardInputs()
     chunks: ChunkBinding | None = None
+    swapped_bytes: tuple[int, ...] = ()
 
     def graph_modules(self) -> dict[str, fx.GraphModule]:
         """Return the graphs that passes rewrite, by name."""

@@ -11,12 +11,13 @@ with::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from protrain_compile.plan import Plan
 from protrain_compile.planner import choose_loss
 from protrain_compile.program import InputKind, Program
 from protrain_compile.runtime.context import Context, ContextTable
+from protrain_compile.runtime.swap import SwapSpace, make_swap_space
 from protrain_compile.schedule import Schedule
 
 log = logging.getLogger("protrain_compile.runtime")
@@ -79,6 +81,7 @@ class CompiledGraph:
         self._artefacts = ArtefactSet(options.compile)
         self._announce = announce
         self._schedules: dict[Any, Schedule] = {}
+        self._swap: SwapSpace | None = None
         self._bindings: dict[tuple[int, ...], Binding] = {}
         self._parameter_positions = [i for i, source in enumerate(program.inputs) if source.kind is InputKind.PARAMETER]
         self._frozen_positions = [
@@ -138,8 +141,9 @@ class CompiledGraph:
         needed = schedule.backward_inputs
         primals = [_unattached(arguments[i]) for i in needed.primals]
         watched = [_unattached(arguments[i]) for i in needed.kept_arguments if i is not None]
-        with torch.no_grad():
-            results = list(schedule.graphs["forward"].forward(_with_residency(binding.managed, arguments)))
+        swap = self._swap_space(schedule, binding.managed)
+        with torch.no_grad(), _settling(swap):
+            results = list(schedule.graphs["forward"].forward(_with_executors(binding.managed, swap, arguments)))
         split = len(results) - needed.num_kept
         # An output will own the token, and the token this context: hold the memory of outputs, not the outputs.
         outputs = [None if i is None else results[i].detach() for i in needed.kept_outputs]
@@ -147,7 +151,7 @@ class CompiledGraph:
             value if i is None else value.detach()
             for value, i in zip(results[split:], needed.kept_outputs, strict=True)
         ]
-        context = Context(schedule, primals, kept, [*outputs, *watched], binding.managed)
+        context = Context(schedule, primals, kept, [*outputs, *watched], binding.managed, swap)
         del results[split:]
         results.append(self.contexts.open(context))
         return results
@@ -155,13 +159,15 @@ class CompiledGraph:
     def backward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the backward of the forward whose token comes first in ``arguments``; the tangents follow."""
         context = self.contexts.find(arguments[0])
-        schedule, managed = context.schedule, context.managed
+        schedule, managed, swap = context.schedule, context.managed, context.swap
         keep = compat.keeps_graph()
         boxed = context.arguments(keep=keep)
         boxed += [arguments[1 + i] for i in schedule.backward_inputs.tangents]
         arguments.clear()
+        if swap is not None:
+            boxed.insert(0, swap)
         graph = schedule.graphs["backward"]
-        with torch.no_grad():
+        with torch.no_grad(), _settling(swap):
             if managed is None:
                 return graph.forward(boxed)  # type: ignore[no-any-return]
             managed.begin_backward(context, keep=keep)
@@ -177,7 +183,18 @@ class CompiledGraph:
         binding = self._bind(arguments)
         graph = binding.schedule.graphs["inference"]
         with torch.no_grad():
-            return graph.forward(_with_residency(binding.managed, arguments))  # type: ignore[no-any-return]
+            return graph.forward(_with_executors(binding.managed, None, arguments))  # type: ignore[no-any-return]
+
+    def _swap_space(self, schedule: Schedule, managed: ManagedModel | None) -> SwapSpace | None:
+        """Return where ``schedule`` swaps to, with room for one forward; None if it does not swap."""
+        if not schedule.swapped_bytes:
+            return None
+        if managed is None and self._swap is None:
+            self._swap = make_swap_space(self.program.device)
+        space = managed.swap_space() if managed is not None else self._swap
+        assert space is not None
+        space.reserve(schedule.swapped_bytes)
+        return space
 
     def _bind(self, arguments: Sequence[Any]) -> Binding:
         key = tuple([id(arguments[i]) for i in self._parameter_positions])
@@ -228,11 +245,22 @@ def _unattached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
-def _with_residency(managed: ManagedModel | None, arguments: list[Any]) -> list[Any]:
-    """Return the arguments of a schedule graph: a prepared model's residency comes first. Empties ``arguments``."""
-    if managed is None:
-        return arguments
-    managed.begin_forward()
-    boxed = [managed.packed, *arguments]
+def _with_executors(managed: ManagedModel | None, swap: SwapSpace | None, arguments: list[Any]) -> list[Any]:
+    """Return the arguments of a schedule graph: who carries its operations out comes first. Empties ``arguments``."""
+    if managed is not None:
+        managed.begin_forward()
+    executors = [each for each in (managed.packed if managed is not None else None, swap) if each is not None]
+    boxed = [*executors, *arguments]
     arguments.clear()
     return boxed
+
+
+@contextlib.contextmanager
+def _settling(swap: SwapSpace | None) -> Iterator[None]:
+    """Settle copies that an exception leaves under way."""
+    try:
+        yield
+    except BaseException:
+        if swap is not None:
+            swap.settle()
+        raise

@@ -22,6 +22,7 @@ import torch
 
 from protrain_compile.errors import ContextError
 from protrain_compile.managed import ManagedModel
+from protrain_compile.runtime.swap import SwapSpace
 from protrain_compile.schedule import Schedule
 
 
@@ -35,9 +36,11 @@ class Context:
         kept: list[Any],
         watched: Iterable[Any] = (),
         managed: ManagedModel | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
         self.schedule = schedule
         self.managed = managed
+        self.swap = swap
         self._chunk_versions = () if managed is None else tuple(managed.versions)
         if managed is not None:
             managed.opened(self)

@@ -15,9 +15,10 @@ from support.models import tokens
 from torch import Tensor, nn
 
 import protrain_compile
+from passes.schedule_graph import artefact_calls
 from protrain_compile import ContextError, Plan
 
-PLANS = [Plan.uniform(), Plan.uniform("recompute"), alternating(3)]
+PLANS = [Plan.uniform(), Plan.uniform("recompute"), alternating(3), Plan.uniform("swap")]
 
 
 def step(model: nn.Module) -> Tensor:
@@ -194,7 +195,7 @@ def test_exception_inside_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in under_each_plan(model, compiled):
         graphs = protrain_compile.schedule(compiled).parts[0].schedule.graphs
         for name in ("forward", "backward"):
-            calls = [n for n in graphs[name].graph.nodes if "operation" in n.meta and n.meta["operation"].segment == 2]
+            calls = [n for n in artefact_calls(graphs[name]) if n.meta["operation"].segment == 2]
             for call in calls:
                 run = call.target._run
                 monkeypatch.setattr(call.target, "_run", _out_of_memory)
@@ -336,7 +337,7 @@ def test_forwards_under_different_plans() -> None:
     schedule = protrain_compile.schedule(compiled)
     for order in itertools.permutations(range(3)):
         losses = []
-        for i, plan in enumerate(PLANS):
+        for i, plan in enumerate((Plan.uniform(), Plan.uniform("recompute"), Plan.uniform("swap"))):
             schedule.use(plan)
             losses.append(compiled(tokens(seed=i)))
         for i in order:

@@ -35,7 +35,7 @@ def compiles() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "swap"])
 def test_interleaved(policy: str) -> None:
     """Evaluation sees the newest weights, changes nothing, and each mode compiles once."""
     model = GPT(3)

@@ -45,7 +45,7 @@ def stack(block: type[Block], blocks: int) -> GPT:
 
 
 @pytest.mark.parametrize("block", [BreakingBlock, ItemBlock])
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "swap"])
 def test_break_in_every_block(block: type[Block], policy: str) -> None:
     model = stack(block, 6)
     eager = run_step(copy.deepcopy(model), step)

@@ -129,7 +129,7 @@ class CachingGPT(GPT):
         self.cache.append(inputs[0])
 
 
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "swap"])
 def test_list_appended_in_forward(policy: str) -> None:
     model = CachingGPT()
     eager = CachingGPT()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import protrain_compile
 from protrain_compile import Plan
 
-PLANS = [Plan.uniform(), Plan.uniform("recompute"), alternating(3)]
+PLANS = [Plan.uniform(), Plan.uniform("recompute"), alternating(3), Plan.uniform("swap")]
 
 
 class Stack(nn.Module):

@@ -7,7 +7,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.compare import Result, alternating, assert_bitwise, assert_same, check_plans, compile_model, run_step
+from support.compare import (
+    Result,
+    alternating,
+    assert_bitwise,
+    assert_same,
+    check_plans,
+    compile_model,
+    run_step,
+    turns,
+)
 from support.models import GPT, WIDTH, GPTBlock, tokens
 from torch import Tensor, nn
 
@@ -84,7 +93,7 @@ class Masks(nn.Module):
 def test_mask_of_the_backward_is_the_mask_of_the_forward(mode: str) -> None:
     model, direction = Masks(), torch.randn(8, 8)
     compiled = compile_model(model, compile=mode)
-    for policy in ("keep", "recompute"):
+    for policy in ("keep", "recompute", "swap"):
         if policy != "keep":
             protrain_compile.schedule(compiled).use(Plan.uniform(policy))
         model.zero_grad()
@@ -102,16 +111,16 @@ def test_mask_of_the_backward_is_the_mask_of_the_forward(mode: str) -> None:
 
 
 def test_inductor_plans_agree() -> None:
-    """Inductor draws from seeds; keep, recompute and mixed draw the same, and with dropout off the model is eager's."""
+    """Inductor draws from seeds; all plans draw the same, and with dropout off the model is eager's."""
     model = GPT(3, dropout=0.3)
     compiled = compile_model(model, compile="inductor")
     results: list[Result] = []
-    for plan in (Plan.uniform(), Plan.uniform("recompute"), alternating(3)):
+    for plan in (Plan.uniform(), Plan.uniform("recompute"), alternating(3), Plan.uniform("swap"), turns(3)):
         if results:
             protrain_compile.schedule(compiled).use(plan)
         results.append(run_step(compiled, step, owner=model))
-    assert_bitwise(results[1], results[0])
-    assert_bitwise(results[2], results[0])
+    for other in results[1:]:
+        assert_bitwise(other, results[0])
     again = run_step(compiled, step, owner=model, seed=1)
     assert again.loss != results[0].loss
     schedule = protrain_compile.schedule(compiled)

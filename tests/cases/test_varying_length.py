@@ -26,7 +26,7 @@ def test_twenty_lengths() -> None:
     compiled = compile_model(model)
     generator = random.Random(0)
     lengths = generator.sample(range(8, 64), 20) * 3
-    plans = [Plan.uniform(), Plan.uniform("recompute"), alternating(3)]
+    plans = [Plan.uniform(), Plan.uniform("recompute"), alternating(3), Plan.uniform("swap")]
     expected = {n: run_step(reference, lambda m, n=n: m(tokens(length=n))) for n in set(lengths)}
     for number, length in enumerate(lengths):
         result = run_step(compiled, lambda m, n=length: m(tokens(length=n)), owner=model)

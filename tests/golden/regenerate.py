@@ -75,6 +75,7 @@ GOLDEN: dict[str, Callable[[], str]] = {
     "keep.txt": lambda: printed("kkkk"),
     "recompute.txt": lambda: printed("rrrr"),
     "mixed.txt": lambda: printed("krrk"),
+    "swap.txt": lambda: printed("sksk"),
     "inference.txt": lambda: printed("kkkk", inference=True),
     "plan.json": plan_json,
 }

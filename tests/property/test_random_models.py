@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import protrain_compile
 from protrain_compile import Plan
 from protrain_compile.liveness import schedule_liveness
+from protrain_compile.plan import POLICIES
 
 VOCABULARY = 24
 Event = Literal["train", "two_forwards", "eval", "abandon"]
@@ -64,7 +65,7 @@ def cases(draw: st.DrawFn) -> Case:
         half=draw(st.booleans()),
         bridge=draw(st.integers(-1, depth - 2)),
         attention=draw(st.booleans()),
-        policies=tuple(draw(st.lists(st.sampled_from(("keep", "recompute")), min_size=depth, max_size=depth))),
+        policies=tuple(draw(st.lists(st.sampled_from(POLICIES), min_size=depth, max_size=depth))),
         events=tuple(draw(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=3))),
     )
 

@@ -17,6 +17,7 @@ from passes import schedule_pipeline
 from protrain_compile import ModelSchedule, Plan, compat
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.capture import capture_program, describe_inputs, model_name
+from protrain_compile.plan import POLICIES
 from protrain_compile.program import Program
 from protrain_compile.schedule import Schedule
 
@@ -65,7 +66,7 @@ def compiled(
 ) -> tuple[nn.Module, ModelSchedule]:
     """Compile ``model`` (ATen operations one by one, nothing printed), run one forward, and return its schedule too."""
     torch._dynamo.reset()
-    plan = Plan.uniform(plan) if plan in ("keep", "recompute") else plan
+    plan = Plan.uniform(plan) if isinstance(plan, str) and plan in POLICIES else plan
     options = {"compile": "eager", "schedule": "off", "plan": plan, **options}
     function: Any = torch.compile(model, backend="protrain", dynamic=dynamic, options=options)
     function(*inputs)
@@ -93,8 +94,8 @@ def write_schedule(program: Program, plan: Plan | str) -> Schedule:
 
 
 def mixed(*letters: str) -> Plan:
-    """Return the Plan that ``"krk"`` stands for: keep, recompute, keep."""
-    names: dict[str, Any] = {"k": "keep", "r": "recompute"}
+    """Return the Plan that ``"krs"`` stands for: keep, recompute, swap."""
+    names: dict[str, Any] = {"k": "keep", "r": "recompute", "s": "swap"}
     return Plan(policies=tuple(names[letter] for letter in "".join(letters)))
 
 

@@ -77,6 +77,12 @@ def alternating(blocks: int, first: str = "keep") -> Plan:
     return Plan(policies=tuple(order[i % 2] for i in range(blocks)))
 
 
+def turns(blocks: int) -> Plan:
+    """Return the plan in which swap, recompute and keep take turns."""
+    order: tuple[Any, ...] = ("swap", "recompute", "keep", "swap")
+    return Plan(policies=tuple(order[i % 4] for i in range(blocks)))
+
+
 def check_plans(
     model: nn.Module,
     step: Step,
@@ -90,7 +96,7 @@ def check_plans(
     recompute_bitwise: bool = True,
     **options: Any,
 ) -> protrain_compile.ModelSchedule:
-    """Check keep, recompute and two mixed plans under one compiled entry against eager; return the schedule.
+    """Check all policies and mixed plans under one compiled entry against eager; return the schedule.
 
     Buffers must come out as in eager after each plan's step, so each step starts from the same buffers.
     """
@@ -105,12 +111,12 @@ def check_plans(
     assert plan_blocks(schedule) == blocks, schedule.render()
     assert len(schedule.parts[0].graph.program.templates) <= templates, schedule.render()
     compiles = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    mixed = (alternating(blocks), alternating(blocks, "recompute"))
-    for plan in (Plan.uniform("recompute"), *mixed, Plan.uniform("keep")):
+    recomputing = (Plan.uniform("recompute"), alternating(blocks), alternating(blocks, "recompute"), turns(blocks))
+    for plan in (*recomputing, Plan.uniform("swap"), Plan.uniform("keep")):
         _restore(model, start)
         schedule.use(plan)
         result = run_step(compiled, step, owner=model)
-        if recompute_bitwise:
+        if recompute_bitwise or plan not in recomputing:
             assert_bitwise(result, keep)
         else:
             assert_same(result, eager, rtol=rtol, atol=atol)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,8 @@ from torch import Tensor, fx
 from protrain_compile import ops
 from protrain_compile.artefacts import Artefact
 from protrain_compile.program import fake_value
+from protrain_compile.runtime.streams import CpuStreams
+from protrain_compile.runtime.swap import SwapSpace
 from protrain_compile.schedule import Schedule
 
 
@@ -24,6 +26,30 @@ def example(value: Any) -> Any:
         return int(value)
     real = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     return real.copy_(torch.randn(value.shape) if value.dtype.is_floating_point else torch.randint(0, 2, value.shape))
+
+
+@contextlib.contextmanager
+def watching_swaps(before: Callable[[], object], made: Callable[[Iterable[Tensor]], object]) -> Iterator[None]:
+    """Call ``before`` ahead of every operation on swapped values, and ``made`` with the device memory that it uses."""
+
+    def watched(name: str) -> Callable[..., Any]:
+        original = getattr(SwapSpace, name)
+
+        def run(space: SwapSpace, argument: Any) -> Any:
+            before()
+            result = original(space, argument)
+            if name == "swap_out":
+                made(space._leaving[result.number][1])
+            elif name != "release":
+                made(result.bundles if name == "reload" else result)
+            return result
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in ("swap_out", "release", "reload", "wait_reload"):
+            stack.enter_context(mock.patch.object(SwapSpace, name, watched(name)))
+        yield
 
 
 class Recorder:
@@ -63,7 +89,8 @@ class Recorder:
         for node in copies:
             node.target = recorded_snapshot
         module.recompile()
-        with mock.patch.object(Artefact, "__call__", recorded_call):
+        swaps = watching_swaps(lambda: self.before.append(self.live_bytes()), self.track)
+        with mock.patch.object(Artefact, "__call__", recorded_call), swaps:
             yield
         for node in copies:
             node.target = ops.snapshot
@@ -85,7 +112,8 @@ def measured_live_bytes(schedule: Schedule) -> dict[str, list[int]]:
     primals = [example(fake_value(node)) for node in schedule.program.primals]
     recorder = Recorder(primals)
     name = "forward" if schedule.program.differentiable else "inference"
-    results, live = run_recorded(schedule.entry, list(primals), recorder)
+    executors = [SwapSpace(CpuStreams())] if schedule.swapped_bytes else []
+    results, live = run_recorded(schedule.entry, [*executors, *primals], recorder)
     found = {name: live}
     if name == "forward":
         inputs = schedule.backward_inputs
@@ -93,7 +121,7 @@ def measured_live_bytes(schedule: Schedule) -> dict[str, list[int]]:
         results.clear()
         tangents = [example(fake_value(schedule.program.tangents[i])) for i in inputs.tangents]
         recorder.track(tangents)
-        boxed = [primals[i] for i in inputs.primals] + kept + tangents
+        boxed = [*executors, *(primals[i] for i in inputs.primals), *kept, *tangents]
         kept.clear()
         tangents.clear()
         _, found["backward"] = run_recorded(schedule.graphs["backward"], boxed, recorder)

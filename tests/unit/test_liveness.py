@@ -18,7 +18,7 @@ from protrain_compile.program import fake_value
 from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.sizes import size_bytes
 
-PLANS = ["keep", "recompute", mixed("krk"), mixed("rkk")]
+PLANS = ["keep", "recompute", mixed("krk"), mixed("rkk"), "swap", mixed("srs")]
 
 
 def check_against_measured(schedule: Schedule) -> None:
@@ -29,7 +29,7 @@ def check_against_measured(schedule: Schedule) -> None:
         assert [each - predicted[name].held_bytes for each in predicted[name].live_bytes.values()] == live, name
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=["keep", "recompute", "krk", "rkk"])
+@pytest.mark.parametrize("plan", PLANS, ids=["keep", "recompute", "krk", "rkk", "swap", "srs"])
 def test_a_decoder(plan: Plan | str) -> None:
     check_against_measured(write_schedule(gpt_program(), plan))
 
@@ -37,7 +37,8 @@ def test_a_decoder(plan: Plan | str) -> None:
 def test_another_structure() -> None:
     schedule = schedule_of(Llama(2), tokens())
     check_against_measured(schedule)
-    check_against_measured(write_schedule(schedule.program, "recompute"))
+    for plan in ("recompute", "swap"):
+        check_against_measured(write_schedule(schedule.program, plan))
 
 
 def test_frozen_and_untied() -> None:

@@ -160,4 +160,5 @@ def test_gathered_values(residency: str) -> None:
 
 def test_every_operation_has_a_row() -> None:
     operations = {getattr(ops, name) for name in vars(ops.ChunkOperations) if not name.startswith("_")}
-    assert set(EFFECTS) == operations | {ops.snapshot}
+    swaps = {ops.swap_out, ops.release_swapped, ops.reload, ops.wait_reload}
+    assert set(EFFECTS) == operations | swaps | {ops.snapshot}
