@@ -14,6 +14,7 @@ through the chunks of ``lowering.late_chunks``, of which most models have none. 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -145,10 +146,12 @@ class PlanSpace:
     def plan(self, choice: Choice) -> Plan:
         """Return a choice as a Plan."""
         prepared = bool(self.shape.chunks)
-        return Plan(
+        return dataclasses.replace(
+            self.given or Plan(),
             policies=choice.policies,
+            uniform_policy=None,
             blocks=self.shape.block_names,
             residency=choice.residency if prepared else None,
+            uniform_residency=None,
             buffers=choice.buffers if prepared else None,
-            chunk_bytes=self.given.chunk_bytes if self.given is not None else None,
         )

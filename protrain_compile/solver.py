@@ -7,9 +7,12 @@ buffers. What is looked at next is always what may still be best, by bounds that
              cycle (time_bounds)             when it comes first
              undisturbed (timeline)          when a leaf turned out slower than the group's bound
     leaf     simulate (timeline)             the exact time
+             expected                        from the ``SURE``-th simulation on: what the bound would become if it were
+                                             as far off as that of a neighbour which was simulated
 
 Times within ``SAME_SHARE`` of each other count as equal: the plan with less memory wins, which keeps room for what no
-model knows. So the result is the best of the whole space in this order, which a test compares with brute force.
+model knows. Up to ``SURE`` simulations the result is the best of the whole space in this order, which a test compares
+with brute force; beyond, for deep models that copies and updates bound, a test measures the regret.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from protrain_compile.byte_text import format_size
 from protrain_compile.cost_model import Prediction, rates_of, simulate, simulate_choice
 from protrain_compile.errors import BudgetError, PlanError
 from protrain_compile.lowering import Choice, lower
-from protrain_compile.plan import Plan
+from protrain_compile.plan import MIN_BUFFERS, Plan
 from protrain_compile.plan_space import PlanSpace, Policies, Residencies
 from protrain_compile.profile import Profile
 from protrain_compile.step_jobs import step_jobs
@@ -37,6 +40,15 @@ SAME_SHARE = 0.002
 STAY_SHARE = 0.03
 """What predictions are allowed to be off: a model that fits stays on the device, all kept, unless moving it is faster
 by more than this."""
+
+SURE = 24
+"""Simulations before expectations count. At 96 blocks, bounds alone would leave a thousand."""
+
+NEAR = 6
+"""How far away (blocks and chunks that differ, and half the buffers) a neighbour is whose bound is off alike."""
+
+EXPECTED_SHARE = 0.99
+"""Of an expected time that a plan has to beat: neighbours differ by less."""
 
 Key = tuple[int, int]
 """What is minimised: the time's cell (see ``time_cell``), then the peak in bytes."""
@@ -89,22 +101,23 @@ def time_cell(ms: float) -> int:
 
 @dataclasses.dataclass
 class _Group:
-    """Policies and a residency.
+    """Policies and a residency, or policies alone with all residencies.
 
     Attributes:
         policies: Per block.
-        residency: Per chunk.
+        residency: Per chunk; None for all.
         least_ms: A bound on the time of all its plans.
         bounds: How many kinds of bounds were taken.
     """
 
     policies: Policies
-    residency: Residencies
+    residency: Residencies | None
     least_ms: float
     bounds: int = 0
 
-
-_Leaf = tuple[_Group, int]
+    def __post_init__(self) -> None:
+        """Remember the bound that neighbours are compared by."""
+        self.first_ms = self.least_ms
 
 
 class Search:
@@ -118,28 +131,33 @@ class Search:
         self.simulated = 0
         self._order = itertools.count()
         self._waiting: list[tuple[Key, int, _Group, int]] = []
+        self._residencies: list[tuple[Residencies, float, int]] = []
+        self._seen: list[tuple[int, int, str, int, float]] = []
 
     def run(self) -> Choice | None:
         """Return the best choice; None if none fits."""
         best: tuple[Key, float] | None = None
         chosen: Choice | None = None
-        self._waiting = self._groups()
-        heapq.heapify(self._waiting)
+        self._begin()
         while self._waiting and (best is None or self._waiting[0][0] < best[0]):
             key, _, group, buffers = heapq.heappop(self._waiting)
-            if not buffers:
+            if not buffers or group.residency is None:
                 self._expand(group)
                 continue
             choice = Choice(group.policies, group.residency, buffers)
-            if self._key(group, buffers) > key:
-                self._push(group, buffers)
+            bound = self._key(group, choice)
+            if bound > key:
+                self._wait(bound, group, buffers)
+                continue
+            if best is not None and time_cell(self._expected_ms(group, choice)) > best[0][0]:
                 continue
             ms = self._simulate(choice)
+            self._seen.append((*_where(choice), ms / max(group.first_ms, 1e-9)))
             found = ((time_cell(ms), self.space.peak_bytes(choice)), ms)
             if best is None or found < best:
                 best, chosen = found, choice
             if found[0] > key:
-                self._undisturbed(group)
+                self._undisturbed(group, group.residency)
         return chosen
 
     def prefer_resident(self, choice: Choice) -> Choice:
@@ -150,60 +168,84 @@ class Search:
             return choice
         return resident if self._simulate(resident) <= self._simulate(choice) * (1 + STAY_SHARE) else choice
 
-    def _groups(self) -> list[tuple[Key, int, _Group, int]]:
-        """Return every group that has a plan that fits, under its cheapest bound."""
-        found = []
-        for residency in self.space.residencies:
-            counts = self.space.buffer_counts(residency)
-            if not counts or self.space.host_bytes(residency) > self.host_bytes:
-                continue
-            shared = self.bounds.shared_ms(residency, counts[-1])
-            for policies in self.space.policy_patterns:
-                least = self.space.peak_bytes(Choice(policies, residency, counts[0]))
-                if least <= self.device_bytes:
-                    ms = max(shared, self.bounds.compute_ms(policies, residency))
-                    group = _Group(policies, residency, ms)
-                    found.append(((_bound_cell(ms), least), next(self._order), group, 0))
-        return found
+    def _begin(self) -> None:
+        """Wait for all residencies of each pattern of policies: only what may be best is looked at closer."""
+        self._residencies = [
+            (residency, self.bounds.shared_ms(residency, counts[-1]), counts[0])
+            for residency in self.space.residencies
+            if (counts := self.space.buffer_counts(residency)) and self.space.host_bytes(residency) <= self.host_bytes
+        ]
+        for policies in self.space.policy_patterns if self._residencies else ():
+            least = min(max(s, self.bounds.compute_ms(policies, r)) for r, s, _ in self._residencies)
+            self._wait((_bound_cell(least), 0), _Group(policies, None, least), 0)
+
+    def _split(self, policies: Policies) -> None:
+        """Replace the residencies of some policies by those that fit."""
+        for residency, shared, fewest in self._residencies:
+            least = self.space.peak_bytes(Choice(policies, residency, fewest))
+            if least <= self.device_bytes:
+                ms = max(shared, self.bounds.compute_ms(policies, residency))
+                self._wait((_bound_cell(ms), least), _Group(policies, residency, ms), 0)
+
+    def _wait(self, key: Key, group: _Group, buffers: int) -> None:
+        heapq.heappush(self._waiting, (key, next(self._order), group, buffers))
 
     def _expand(self, group: _Group) -> None:
-        """Replace a group by itself under a better bound, or by its leaves."""
+        """Replace a group by itself under a better bound, or by its parts."""
+        if group.residency is None:
+            self._split(group.policies)
+            return
         counts = self.space.buffer_counts(group.residency)
+        choice = Choice(group.policies, group.residency, counts[0])
         if not group.bounds:
             group.bounds = 1
             cycle = self.bounds.cycle_ms(group.policies, group.residency)
             if cycle > group.least_ms:
-                group.least_ms = cycle
-                least = self.space.peak_bytes(Choice(group.policies, group.residency, counts[0]))
-                heapq.heappush(self._waiting, ((_bound_cell(cycle), least), next(self._order), group, 0))
+                group.least_ms = group.first_ms = cycle
+                self._wait((_bound_cell(cycle), self.space.peak_bytes(choice)), group, 0)
                 return
         for buffers in counts:
-            if self.space.peak_bytes(Choice(group.policies, group.residency, buffers)) > self.device_bytes:
+            leaf = dataclasses.replace(choice, buffers=buffers)
+            if self.space.peak_bytes(leaf) > self.device_bytes:
                 break
-            self._push(group, buffers)
+            self._wait(self._key(group, leaf), group, buffers)
 
-    def _push(self, group: _Group, buffers: int) -> None:
-        heapq.heappush(self._waiting, (self._key(group, buffers), next(self._order), group, buffers))
-
-    def _key(self, group: _Group, buffers: int) -> Key:
+    def _key(self, group: _Group, leaf: Choice) -> Key:
         """Return the best that a leaf may be."""
-        ms = max(group.least_ms, self.bounds.shared_ms(group.residency, buffers))
-        return _bound_cell(ms), self.space.peak_bytes(Choice(group.policies, group.residency, buffers))
+        ms = max(group.least_ms, self.bounds.shared_ms(leaf.residency, leaf.buffers))
+        return _bound_cell(ms), self.space.peak_bytes(leaf)
 
     def _simulate(self, choice: Choice) -> float:
         self.simulated += 1
         lowered = lower(self.space.shape, choice)
         return simulate_choice(self.space.shape, self.space.profile, choice, lowered).step_ms
 
-    def _undisturbed(self, group: _Group) -> None:
+    def _expected_ms(self, group: _Group, choice: Choice) -> float:
+        """Return the time to expect of a plan at least, from the nearest one that was simulated; 0 if none is near."""
+        if self.simulated < SURE:
+            return 0.0
+        policies, residency, rest, buffers = _where(choice)
+        near, ratio = min(
+            (abs(p - policies) + abs(r - residency) + abs(b - buffers) / 2 if each == rest else math.inf, off)
+            for p, r, each, b, off in self._seen
+        )
+        return group.first_ms * ratio * EXPECTED_SHARE if near <= NEAR else 0.0
+
+    def _undisturbed(self, group: _Group, residency: Residencies) -> None:
         """Bound a group's plans by one with buffers for everything, in which nothing slows anything down."""
         if group.bounds == 2:
             return
         group.bounds = 2
-        choice = Choice(group.policies, group.residency, len(group.residency) + 3)
+        choice = Choice(group.policies, residency, len(residency) + MIN_BUFFERS)
         shape, profile = self.space.shape, self.space.profile
         jobs = step_jobs(shape, profile, choice, lower(shape, choice), chunk_launches=False)
         group.least_ms = max(group.least_ms, undisturbed_ms(jobs))
+
+
+def _where(choice: Choice) -> tuple[int, int, str, int]:
+    """Return where a choice lies in the space: blocks kept, chunks persistent, the rest's residency, buffers."""
+    rest = choice.residency[-1] if choice.residency else ""
+    return choice.policies.count("keep"), choice.residency.count("persistent"), rest, choice.buffers
 
 
 def _bound_cell(ms: float) -> int:

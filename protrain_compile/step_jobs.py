@@ -19,6 +19,7 @@ read, and either waits for the device), and with clipping it waits for the gradi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 from protrain_compile.lowering import Choice, Lowered, Op
@@ -82,10 +83,10 @@ def step_jobs(
     writer = _Writer(shape, profile, choice, chunk_launches)
     writer.write(lowered)
     # A frozen chunk may still be in its buffer when the next step begins: its prefetch is then no job.
-    for _ in range(1 if all(chunk.updated for chunk in shape.chunks) else 2):
-        writer = writer.next_step()
+    while writer.holder and writer.holder != writer.held_before:
+        writer = _Writer(shape, profile, choice, chunk_launches, writer.holder)
         writer.write(lowered)
-    return StepJobs(tuple(writer.jobs), tuple(writer.job_of), writer.last_compute[0])
+    return StepJobs(writer.finished_jobs(), tuple(writer.job_of), writer.last_compute[0])
 
 
 class Durations:
@@ -123,39 +124,68 @@ def device_update_rate(hardware: HardwareProfile, format: Format) -> float:
     return rates.get(format) or min(rates.values(), default=hardware.device_gb_per_s / 28)
 
 
-class _Writer:
-    """Writes the jobs of one step; what is known at its end begins the next."""
+_Wanted = tuple[str, int]
+"""A job that the step before did last: of the writer's attribute of this name, and the key there."""
 
-    def __init__(self, shape: StepShape, profile: Profile, choice: Choice, chunk_launches: bool) -> None:
+
+class _Writer:
+    """Writes the jobs of one step. What nothing in the step did before is looked up at its end, in the step before."""
+
+    def __init__(
+        self,
+        shape: StepShape,
+        profile: Profile,
+        choice: Choice,
+        chunk_launches: bool,
+        holder: Mapping[int, int] | None = None,
+    ) -> None:
         self.shape = shape
         self.profile = profile
         self.choice = choice
         self.chunk_launches = chunk_launches
         self.durations = Durations(shape, profile.hardware)
-        self.jobs: list[Job] = []
+        self.jobs: list[tuple[int, float, list[Ref | _Wanted | None], float, Ref | None]] = []
         self.job_of: list[int] = []
         self.last_compute: Ref = (-1, -1)
-        self.holder: dict[int, int] = {}
+        self.held_before = dict(holder or {})
+        self.holder = dict(self.held_before)
         self.arrival: dict[int, Ref] = {}
         self.read: dict[int, Ref] = {}
         self.left: dict[int, Ref] = {}
         self.updated: dict[int, Ref] = {}
         self.emptied: list[Ref] = []
         self.offloaded: dict[int, Ref] = {}
-        self._awaited: list[Ref] = []
+        self._awaited: list[Ref | _Wanted | None] = []
         self._launched_ms = 0.0
-        self._since: Ref = (-1, -1)
+        self._since: Ref | None = None
         self._pending: list[int] = []
 
-    def next_step(self) -> _Writer:
-        """Return a writer that knows what this step left behind."""
-        found = _Writer(self.shape, self.profile, self.choice, self.chunk_launches)
-        found.holder = dict(self.holder)
-        for name in ("arrival", "read", "left", "updated"):
-            setattr(found, name, {key: (job, -1) for key, (job, step) in getattr(self, name).items() if step == 0})
-        found.emptied = [(job, -1) for job, step in self.emptied if step == 0]
-        found.last_compute = found._since = (self.last_compute[0], -1)
-        return found
+    def finished_jobs(self) -> tuple[Job, ...]:
+        """Return the jobs, each reference to the step before filled in."""
+        last = (self.last_compute[0], -1)
+        return tuple(
+            Job(stream, ms, self._resolved(after), launched, last if since is None else since)
+            for stream, ms, after, launched, since in self.jobs
+        )
+
+    def _resolved(self, after: Sequence[Ref | _Wanted | None]) -> tuple[Ref, ...]:
+        found: list[Ref] = []
+        for each in after:
+            ref = self._before(*each) if each is not None and isinstance(each[0], str) else each
+            if ref is not None and ref[0] >= 0 and ref not in found:
+                found.append(ref)
+        return tuple(found)
+
+    def _before(self, name: str, key: int) -> Ref | None:
+        """Return the job of the step before that a name and key stand for."""
+        if name == "emptied":
+            return (self.emptied[key][0], -1) if len(self.emptied) >= -key else None
+        known: dict[int, Ref] = getattr(self, name)
+        return (known[key][0], -1) if key in known else None
+
+    def _last(self, name: str, key: int) -> Ref | _Wanted:
+        known: dict[int, Ref] = getattr(self, name)
+        return known.get(key) or (name, key)
 
     def write(self, lowered: Lowered) -> None:
         """Write the jobs of a step."""
@@ -177,12 +207,11 @@ class _Writer:
     def _launch(self, calls: int) -> None:
         self._launched_ms += calls * self.profile.hardware.launch_us / 1e3
 
-    def _add(self, stream: int, ms: float, after: list[Ref | None]) -> Ref:
-        known = tuple(dict.fromkeys(ref for ref in after if ref is not None and ref[0] >= 0))
-        self.jobs.append(Job(stream, ms, known, self._launched_ms, self._since))
+    def _add(self, stream: int, ms: float, after: list[Ref | _Wanted | None]) -> Ref:
+        self.jobs.append((stream, ms, after, self._launched_ms, self._since))
         return (len(self.jobs) - 1, 0)
 
-    def _compute(self, ms: float, after: list[Ref | None]) -> None:
+    def _compute(self, ms: float, after: list[Ref | _Wanted | None]) -> None:
         self.last_compute = self._add(COMPUTE, ms, [*self._awaited, *after])
         self._awaited = []
 
@@ -193,8 +222,7 @@ class _Writer:
         self._compute(cost.ms if cost is not None else 0.0, [])
 
     def _wait(self, chunk: int, buffer: int) -> None:
-        if buffer in self.arrival:
-            self._awaited.append(self.arrival[buffer])
+        self._awaited.append(self._last("arrival", buffer))
 
     def _release(self, chunk: int, buffer: int) -> None:
         self.read[buffer] = self.last_compute
@@ -202,27 +230,30 @@ class _Writer:
     def _prefetch(self, chunk: int, buffer: int) -> None:
         if self.holder.get(buffer) == chunk:
             return
-        after = [self.read.get(buffer), self.left.get(buffer), self.updated.get(chunk)]
+        after: list[Ref | _Wanted | None] = [self._last("read", buffer), self._last("left", buffer)]
+        after.append(self._last("updated", chunk))
         self.arrival[buffer] = self._add(H2D, self.durations.prefetch(self.shape.chunks[chunk]), after)
         self.holder[buffer] = chunk
 
     def _collect(self, chunk: int, buffer: int) -> None:
-        after = [] if buffer < 0 else [self.arrival.get(buffer), self.left.get(buffer)]
+        before = ("arrival", "left") if buffer >= 0 else ()
+        after: list[Ref | _Wanted | None] = [self._last(name, buffer) for name in before]
         self._compute(self.durations.collect(self.shape.chunks[chunk]), after)
         self.holder.pop(buffer, None)
 
     def _offload(self, chunk: int, buffer: int) -> None:
         self.read[buffer] = self.last_compute
-        after = [self.last_compute, self._landing(chunk)]
+        after: list[Ref | _Wanted | None] = [self.last_compute, self._landing(chunk)]
         self.offloaded[chunk] = self._add(D2H, self.durations.offload(self.shape.chunks[chunk]), after)
         self.left[buffer] = self.offloaded[chunk]
 
-    def _landing(self, chunk: int) -> Ref | None:
+    def _landing(self, chunk: int) -> Ref | _Wanted:
         """Return the host update that empties the landing which this chunk's gradient goes to."""
         slots = self.shape.landings
         if not slots:
-            return self.updated.get(chunk)
-        return self.emptied[-slots] if len(self.emptied) >= slots else None
+            return self._last("updated", chunk)
+        done = len(self.emptied)
+        return self.emptied[-slots] if done >= slots else ("emptied", done - slots)
 
     def _update(self, chunk: int, buffer: int) -> None:
         if self.shape.update_mode == "in_backward":
@@ -235,7 +266,7 @@ class _Writer:
             self._compute(self.durations.device_update(self.shape.chunks[chunk]), [])
             return
         ms = self.durations.host_update(self.shape.chunks[chunk])
-        self.updated[chunk] = self._add(HOST, ms, [self.offloaded.get(chunk)])
+        self.updated[chunk] = self._add(HOST, ms, [self.offloaded[chunk]])
         if self.shape.landings:
             self.emptied.append(self.updated[chunk])
         self.holder = {buffer: held for buffer, held in self.holder.items() if held != chunk}

@@ -9,7 +9,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.made_shapes import MB, Stack, random_hardware, random_stack
+from support.made_shapes import MB, Stack, prefix, random_hardware, random_stack
 
 from protrain_compile import Plan
 from protrain_compile.cost_model import simulate
@@ -193,3 +193,17 @@ def test_few_plans_are_simulated(clips: bool) -> None:
     shape, profile = stack.shape(), stack.profile(both=42.0, beside=20.0, beside_copies=4.0)
     for cap in (3_000, 6_000, 12_000):
         assert search(shape, profile, device_bytes=cap * MB, host_bytes=None).simulated <= 150
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_regret_of_expectations(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more plans are left than are simulated, the one that is found is as good as with all of them."""
+    draw = random.Random(seed)
+    stack = dataclasses.replace(random_stack(draw, 8), forward_ms=0.5, backward_ms=1.0, landings=4)
+    shape, profile = stack.shape(), stack.profile(both=40.0, beside=20.0, beside_copies=3.0)
+    device = PlanSpace(shape, profile).peak_bytes(prefix(shape, 4, "rrrrkkkk"))
+    found = search(shape, profile, device_bytes=device, host_bytes=None)
+    monkeypatch.setattr("protrain_compile.solver.SURE", 10**9)
+    best = search(shape, profile, device_bytes=device, host_bytes=None)
+    assert found.simulated <= best.simulated
+    assert found.prediction.step_ms <= best.prediction.step_ms * 1.01
