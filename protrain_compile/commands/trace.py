@@ -2,7 +2,8 @@
 
 Parameters are emptied (``prepare`` does the same with those that it takes over), so a model of any size is traced on
 any machine: shapes are all that tracing reads. The graph is that of the CPU, which keeps the same values for the
-backward as a GPU does: its attention is fused, too.
+backward as a GPU does: its attention is fused, too. Where a GPU has no fused attention (a mask, and heads whose size is
+no multiple of 16 bytes), the model is traced again with an unfused one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from passes import structure_pipeline
 from protrain_compile import compat
@@ -96,9 +98,25 @@ def trace_model(model: nn.Module, inputs: Inputs, preparation: Preparation, devi
     named = list(model.named_parameters())
     book = adamw_book(model)
     managed = ManagedModel(named, book, preparation)
-    program, places = _capture(model, inputs.to(device))
+    inputs = inputs.to(device)
+    program, places = _capture(model, inputs)
+    if device.type == "cpu" and has_unfused_attention(program):
+        torch._dynamo.reset()
+        with sdpa_kernel(SDPBackend.MATH):
+            program, places = _capture(model, inputs)
     structure_pipeline(inductor=True, inductor_draws=True).run(program)
     return TracedModel(program, managed.specs, book, places)
+
+
+def has_unfused_attention(program: Program) -> bool:
+    """Whether an attention of a CPU's graph is one that CUDA devices have no fused kernel for.
+
+    With a mask they have one for heads of a multiple of 16 bytes only; without one, heads are padded.
+    """
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    found = program.graph.graph.find_nodes(op="call_function", target=attention)
+    queries = [fake_value(node.args[0]) for node in found if node.kwargs.get("attn_mask") is not None]
+    return any(query.shape[-1] * query.dtype.itemsize % 16 for query in queries)
 
 
 def adamw_book(model: nn.Module) -> UpdateBook:

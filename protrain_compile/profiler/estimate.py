@@ -11,7 +11,7 @@ slower than the device is for the cost model to see. Which kernels there are, an
 
 No constant here is fitted. With the H200's profile, against bench/results: 8 Llama-like blocks of width 4096, forward
 and backward, 607 TFLOPS (596 measured) and, all recomputed, 479 (478); Llama 3.43B, whose attention has no fused kernel
-there (head size 100), all recomputed, 1272 ms with its device updates (1375 busy).
+there (head size 100), all recomputed, 1288 ms with its device updates (1375 busy).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import light
 from support.capture import schedule_of
 from support.models import tokens
@@ -52,6 +53,25 @@ def test_a_model_far_larger_than_memory() -> None:
     assert sum(p.numel() for p in model.parameters()) > 1.5e10
     found = trace_model(model, inputs, PREPARATION)
     assert found.program.template_of == (0, 1, 1, 1, 2)
+
+
+class Attends(nn.Module):
+    def __init__(self, size: int, *, masked: bool) -> None:
+        super().__init__()
+        self.qkv, self.size, self.masked = nn.Linear(2 * size, 6 * size), size, masked
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, self.size)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask if self.masked else None).sum()
+
+
+@pytest.mark.parametrize(("size", "masked", "fused"), [(4, True, True), (5, True, False), (5, False, True)])
+def test_attention_is_fused_where_a_gpu_has_a_kernel(size: int, masked: bool, fused: bool) -> None:
+    """fp32: 4 numbers are 16 bytes."""
+    program = traced(Attends(size, masked=masked), (torch.randn(2, 8, 2 * size), torch.ones(8, 8).bool())).program
+    names = {str(node.target) for node in program.calls()}
+    assert any("flash_attention" in name for name in names) == fused
+    assert ("aten.bmm.default" in names) != fused
 
 
 class Breaks(nn.Module):
