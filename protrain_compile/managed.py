@@ -12,6 +12,7 @@ packing.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import weakref
@@ -34,7 +35,12 @@ from protrain_compile.runtime.swap import SwapSpace
 from protrain_compile.update_book import UpdateBook
 from protrain_compile.update_guard import UpdateGuard
 from protrain_compile.updates.definition import Segment
-from protrain_compile.waiting_gradients import WaitingGradients, no_gradient_waits
+from protrain_compile.waiting_gradients import (
+    WaitingGradients,
+    forget_outside_gradients,
+    no_gradient_waits,
+    refuse_outside_gradients,
+)
 
 log = logging.getLogger("protrain_compile.managed")
 
@@ -61,6 +67,7 @@ class ManagedModel:
         )
         self._waiting_forwards: weakref.WeakSet[Any] = weakref.WeakSet()
         self._sources: list[torch.Tensor | None] = []
+        self._moved_in = False
         self.parameters = [weakref.ref(parameter) for _, parameter in named]
         for index, (_, parameter) in enumerate(named):
             self._sources.append(parameter.detach())
@@ -85,11 +92,13 @@ class ManagedModel:
             read_as: Data type in which the graph reads each of the positions.
         """
         if self.residency is None:
-            self._pack(
+            self._allocate(
                 [[places[i] for i in used if i in places] for used in first_uses],
                 plan,
                 {places[i]: dtype for i, dtype in read_as.items()},
             )
+        if not self._moved_in:
+            self._move_in(self.packed.store)
         assert self.layout is not None
         assert self.residency is not None
         spec = self.residency.store.spec
@@ -98,42 +107,42 @@ class ManagedModel:
         gathered = frozenset(i for i, (chunk, _) in place_of.items() if chunks[chunk].dtype != read_as[i])
         return ChunkBinding(self.layout, spec.residency, self.buffers, place_of, gathered)
 
-    def _pack(self, first_uses: Sequence[Sequence[int]], plan: Plan, read_as: dict[int, torch.dtype]) -> None:
+    def _allocate(self, first_uses: Sequence[Sequence[int]], plan: Plan, read_as: dict[int, torch.dtype]) -> None:
+        """Decide how the model is packed, and allocate all but moments; an error leaves everything as it was."""
         packing = decide(self.specs, first_uses, read_as, plan, self.preparation, self.book)
-        store = ChunkStore(packing.spec, self.preparation.host_budget)
-        self.layout, self.buffers = packing.layout, packing.buffers
-        self.versions = [0] * len(packing.layout.chunks)
-        self.residency = ChunkResidency(
-            store,
-            make_streams(self.preparation.device),
-            HostWorker(),
-            packing.buffers,
-            self._segments_of(packing.layout),
-            measures_norms=self.preparation.max_grad_norm is not None,
-        )
-        self.gradients = WaitingGradients(self.specs, self.residency, self.guard)
-        self._move_in(store)
-        log.info("packed %d parameters into %d chunks", len(self.specs), len(packing.layout.chunks))
+        versions = [0] * len(packing.layout.chunks)
+        with contextlib.ExitStack() as undo:
+            store = ChunkStore(packing.spec, self.preparation.host_budget)
+            undo.callback(store.close)
+            worker = HostWorker()
+            undo.callback(worker.close)
+            residency = ChunkResidency(
+                store,
+                make_streams(self.preparation.device),
+                worker,
+                packing.buffers,
+                _segments_of(self.book, versions, packing.layout),
+                measures_norms=self.preparation.max_grad_norm is not None,
+            )
+            undo.pop_all()
+        self.layout, self.buffers, self.versions = packing.layout, packing.buffers, versions
+        self.residency = residency
+        self.gradients = WaitingGradients(self.specs, self.parameters, residency, self.guard)
 
     def _move_in(self, store: ChunkStore) -> None:
-        """Write the originals into their chunks, freeing each, then the optimizer's states."""
+        """Write the originals into their chunks, freeing each, then the optimizer's states.
+
+        If it breaks off, every value is in one of the two places, can be read there, and the next call goes on.
+        """
         for slot in (slot for chunk in store.spec.layout.chunks for slot in chunk.slots):
             source = self._sources[slot.parameter]
-            assert source is not None
-            store.write(slot.parameter, source)
-            self._sources[slot.parameter] = source = None
+            if source is not None:
+                store.write(slot.parameter, source)
+                self._sources[slot.parameter] = source = None
         store.add_moments()
         self.book.install(store)
-
-    def _segments_of(self, layout: ChunkLayout) -> SegmentsOf:
-        # Holds what it needs and not this object: no reference cycle keeps a dropped model's memory.
-        book, versions = self.book, self.versions
-
-        def segments(chunk: int, slots: Sequence[int], multiplier: float) -> list[Segment]:
-            versions[chunk] += 1
-            return book.segments(layout.chunks[chunk], slots, multiplier)
-
-        return segments
+        self._moved_in = True
+        log.info("packed %d parameters into %d chunks", len(self.specs), len(store.spec.layout.chunks))
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -178,15 +187,17 @@ class ManagedModel:
 
     def step(self) -> None:
         """Do what ``optimizer.step()`` has to do: run the updates that wait, or confirm those that ran."""
-        if self.residency is None:
+        if self.residency is None or self.gradients is None:
+            refuse_outside_gradients(self.specs, self.parameters)
             return
         self.residency.worker.check()
+        self.gradients.complete()
         self.guard.before_step(self.book.rules(), waiting=bool(self.residency.pending))
         multiplier = self._clipping(self.residency)
-        assert self.gradients is not None
-        self.gradients.leave_to_holders()
-        for chunk in sorted(self.residency.pending):
-            self.residency.apply(chunk, multiplier)
+        with self.gradients.leaving_to_holders():
+            for chunk in sorted(self.residency.pending):
+                self.residency.apply(chunk, multiplier)
+        self.residency.updated.clear()
 
     def _clipping(self, residency: ChunkResidency) -> float:
         """Return what ``clip_grad_norm_`` would multiply the gradients by."""
@@ -214,11 +225,12 @@ class ManagedModel:
             self.swap = SwapSpace(self.packed.streams, store.pinned, budget, held_bytes)
         return self.swap
 
-    def zero_grad(self) -> None:
-        """Forget the gradients that wait."""
+    def zero_grad(self, *, to_none: bool = True) -> None:
+        """Forget the gradients that wait; unless ``to_none``, zeros take their place, as in eager."""
         self.guard.before_zero_grad()
+        forget_outside_gradients(self.parameters)
         if self.gradients is not None:
-            self.gradients.drop()
+            self.gradients.drop(to_none=to_none)
 
     # ---- doors ---------------------------------------------------------------------------------------------------
 
@@ -280,7 +292,7 @@ class ManagedModel:
             DoorError: If no gradient waits, or the value does not fit.
         """
         if self.gradients is not None:
-            self.gradients.set(index, value)
+            self.gradients.replace(index, value)
         elif value is not None:
             raise no_gradient_waits(self.specs[index].name)
 
@@ -303,8 +315,8 @@ class ManagedModel:
         return self.snapshot_depth > 0
 
     def settled_store(self) -> ChunkStore | None:
-        """Return the store once every update has run; None before the first call."""
-        if self.residency is None:
+        """Return the store once every update has run; None before everything has moved in."""
+        if self.residency is None or not self._moved_in:
             return None
         self.residency.worker.drain()
         return self.residency.store
@@ -321,6 +333,15 @@ class ManagedModel:
             self.swap.close()
         if self.residency is not None:
             self.residency.close()
+
+
+def _segments_of(book: UpdateBook, versions: list[int], layout: ChunkLayout) -> SegmentsOf:
+    # Holds what it needs and not the ManagedModel: no reference cycle keeps a dropped model's memory.
+    def segments(chunk: int, slots: Sequence[int], multiplier: float) -> list[Segment]:
+        versions[chunk] += 1
+        return book.segments(layout.chunks[chunk], slots, multiplier)
+
+    return segments
 
 
 def _accumulates(parameter: nn.Parameter) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from protrain_compile.errors import OptionError
 def materialize(model: nn.Module, init: Callable[[nn.Module], None] | str | os.PathLike[str] | None) -> None:
     """Fill what is on ``meta`` by ``init``; see ``prepare``.
 
+    If ``init`` raises, what was on ``meta`` is there again.
+
     Raises:
         OptionError: If something is on ``meta`` without ``init``, or a file lacks a tensor or has one of another shape.
     """
@@ -25,13 +28,15 @@ def materialize(model: nn.Module, init: Callable[[nn.Module], None] | str | os.P
     if init is None:
         name = next(name for name, tensor in _named_tensors(model) if tensor.is_meta)
         raise OptionError(f"init: {name} is on the meta device: pass init=FUNCTION or init=PATH of a safetensors file")
-    if callable(init):
-        for module in modules:
-            _allocate(module)
-            with torch.no_grad():
-                init(module)
-        return
-    _load(model, modules, Path(init))
+    with contextlib.ExitStack() as undo:
+        if callable(init):
+            for module in modules:
+                _allocate(module, undo)
+                with torch.no_grad():
+                    init(module)
+        else:
+            _load(model, modules, Path(init), undo)
+        undo.pop_all()
 
 
 def _on_meta(module: nn.Module) -> bool:
@@ -44,18 +49,24 @@ def _named_tensors(model: nn.Module, *, every_name: bool = False) -> list[tuple[
     return [*model.named_parameters(remove_duplicate=once), *model.named_buffers(remove_duplicate=once)]
 
 
-def _allocate(module: nn.Module) -> None:
+def _allocate(module: nn.Module, undo: contextlib.ExitStack) -> None:
     """Give a module's own tensors on ``meta`` host memory; Parameters stay the objects that the optimizer holds."""
     for parameter in module.parameters(recurse=False):
         if parameter.is_meta:
-            made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
+            _move(parameter, "cpu")
+            undo.callback(_move, parameter, "meta")
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_meta:
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
+            undo.callback(module._buffers.__setitem__, name, buffer)
 
 
-def _load(model: nn.Module, modules: list[nn.Module], path: Path) -> None:
+def _move(parameter: nn.Parameter, device: str) -> None:
+    made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
+
+
+def _load(model: nn.Module, modules: list[nn.Module], path: Path, undo: contextlib.ExitStack) -> None:
     try:
         from safetensors import safe_open
     except ImportError as error:
@@ -67,7 +78,7 @@ def _load(model: nn.Module, modules: list[nn.Module], path: Path) -> None:
     where: dict[str, Any] = {key: file for file in open_files for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
     found = _find(model, where)
     for module in modules:
-        _allocate(module)
+        _allocate(module, undo)
     tensors = dict(_named_tensors(model))
     with torch.no_grad():
         for name, key in found.items():

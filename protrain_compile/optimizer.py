@@ -47,12 +47,14 @@ class ManagedOptimizer(Optimizer):
             self._managed.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that wait; whatever ``set_to_none`` says, ``p.grad`` is None afterwards.
+        """Forget the gradients that wait: ``p.grad`` is None afterwards, or zeros with ``set_to_none=False``.
+
+        Such zeros count in ``step()`` as in eager (decay and momentum), also where no backward added to them.
 
         Raises:
             DoorError: If they were used to update the weights and ``step()`` was not called yet.
         """
-        self._managed.zero_grad()
+        self._managed.zero_grad(to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state as the original class does: full tensors of the parameters' shapes, on the host.

@@ -87,8 +87,8 @@ def prepare(
     materialize(model, init)
     for index, (_, parameter) in enumerate(named):
         book.give(index, optimizer.state.get(parameter, {}), None)
-    managed = ManagedModel(named, book, preparation)
     _move_buffers(model, preparation.device)
+    managed = ManagedModel(named, book, preparation)
     manage_optimizer(optimizer, managed, {id(parameter): index for index, (_, parameter) in enumerate(named)})
     _watch_state_dicts(model)
     return model, optimizer
@@ -229,12 +229,11 @@ def _groups(named: list[tuple[str, nn.Parameter]], optimizer: Optimizer) -> list
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    moved: dict[int, torch.Tensor] = {}
+    """Move buffers, all or (if an error is raised) none; one that several modules share stays shared."""
+    moved = {id(buffer): buffer.to(device) for buffer in model.buffers()}
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                if id(buffer) not in moved:
-                    moved[id(buffer)] = buffer.to(device)
+            if buffer is not None:
                 module._buffers[name] = moved[id(buffer)]
 
 

@@ -87,7 +87,7 @@ class ChunkResidency:
         self.counters = Counters()
         self.mode: UpdateMode = "at_step"
         self.pending: dict[int, set[int]] = {}
-        self.updated: set[int] = set()
+        self.updated: dict[int, set[int]] = {}
         self._segments_of = segments_of
         self._added_up = False
         self._device_updater = DeviceUpdater(streams.device)
@@ -189,7 +189,7 @@ class ChunkResidency:
         """Update a chunk with its waiting gradient times ``multiplier``; it waits no longer."""
         slots = sorted(self.pending.pop(chunk))
         segments = self._segments_of(chunk, slots, multiplier)
-        self.updated.add(chunk)
+        self.updated.setdefault(chunk, set()).update(slots)
         states = self.store.states[chunk]
         if chunk in self.store.gradients:
             self._device_updater.update(states, self.store.gradients[chunk], segments)
@@ -219,6 +219,23 @@ class ChunkResidency:
         if not self.pending[chunk]:
             del self.pending[chunk]
             self._landed.pop(chunk, None)
+
+    def wait_from_zero(self, chunk: int, slot: int) -> None:
+        """Let a gradient of zeros wait for one parameter that has none waiting."""
+        if chunk not in self.pending and chunk not in self.store.gradients:
+            self.store.accumulator(chunk)
+        flat = self.waiting_gradient(chunk)
+        place = self.store.spec.layout.chunks[chunk].slots[slot]
+        # With nothing waiting, all of it is left over from an earlier step.
+        part = flat[place.offset : place.offset + place.numel] if chunk in self.pending else flat
+        part.zero_()
+        self.pending.setdefault(chunk, set()).add(slot)
+        self._added_up = True
+
+    def leave_gradient(self, chunk: int) -> None:
+        """Leave the memory of a gradient that waits no longer to its holders."""
+        self.worker.drain()
+        self.store.renew_gradient(chunk)
 
     def release_accumulators(self) -> None:
         """Give the memory of gradients that waited back."""

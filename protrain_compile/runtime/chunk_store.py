@@ -131,12 +131,18 @@ class ChunkStore:
                 self.states[chunk.index] = ChunkStates(self.parameters[chunk.index], **made)
 
     def add_moments(self) -> None:
-        """Allocate the moments."""
+        """Allocate the moments, all or (if an error is raised) none."""
         pageable = _Parts(self.pageable, self.spec.sizes_of(self.spec.moment_parts), "optimizer states")
-        for index, states in self.states.items():
-            chunk = self.spec.layout.chunks[index]
-            made = self._make(chunk, self.spec.moment_parts(chunk), pageable)
-            self.states[index] = dataclasses.replace(states, **made)
+        completed = {}
+        try:
+            for index, states in self.states.items():
+                chunk = self.spec.layout.chunks[index]
+                made = self._make(chunk, self.spec.moment_parts(chunk), pageable)
+                completed[index] = dataclasses.replace(states, **made)
+        except BaseException:
+            pageable.close()
+            raise
+        self.states.update(completed)
 
     def _allocate(self, chunk: Chunk, pinned: _Parts) -> torch.Tensor:
         """Return the flat home of a chunk's parameters."""
@@ -174,6 +180,18 @@ class ChunkStore:
             self._accumulator_slabs[chunk] = slab
             self.accumulators[chunk] = slab.tensor(0, layout.numel, dtype)
         return self.accumulators[chunk]
+
+    def renew_gradient(self, chunk: int) -> None:
+        """Leave a chunk's gradient to whoever refers to its memory: the next one has other memory."""
+        if chunk in self.gradients:
+            self.gradients[chunk] = torch.zeros_like(self.gradients[chunk])
+        elif chunk in self.accumulators:
+            del self.accumulators[chunk]
+            self._accumulator_slabs.pop(chunk).close()
+        if chunk not in self.gradients and not self.spec.landings:
+            number, landing = self.landing(chunk, 0)
+            slab = self.pinned.allocate(landing.nbytes, "gradients")
+            self.landings[number] = slab.tensor(0, landing.nbytes, torch.uint8)
 
     def drop_accumulators(self) -> None:
         """Give the accumulators' memory back."""
@@ -269,6 +287,11 @@ class _Parts:
         tensor = self._slab.tensor(self._offsets[self._next], count, dtype)
         self._next += 1
         return tensor
+
+    def close(self) -> None:
+        """Give the slab back as soon as no tensor refers to it."""
+        if self._slab is not None:
+            self._slab.close()
 
     def remaining(self) -> list[torch.Tensor]:
         """Return the parts not taken yet, as bytes."""
