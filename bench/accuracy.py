@@ -1,0 +1,374 @@
+"""Predicted against measured: step time and peak memory of prepared models under device memory caps.
+
+A configuration is ``MODEL:BATCH:CAP``, the cap in GiB, with ``+clip`` to clip gradients. Without more, the plan is the
+searched one; ``@p7,b4,k2`` forces a plan by hand: 7 chunks persistent at the front and the others offloaded, 4 chunk
+buffers, the last 2 blocks kept and the others recomputed::
+
+    python -m bench.accuracy llama:16:24 llama:16:24+clip llama:16:24@p7,b4,k0 gpt2:8:16 --plot accuracy.svg
+
+Every configuration is a process of its own, because a cap cannot be lifted again; its result is printed at once. The
+prediction is ``cost_model.simulate`` on the shape and the plan that ran, with templates and machine profiled on the
+device after the timed steps. ``--read FILE`` shows and draws what ``--json FILE`` wrote, without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench import common
+from bench.states import SIZES, fill
+
+SEQUENCE = 1024
+WARMUP = 4
+PATTERN = re.compile(r"(\w+):(\d+):(\d+(?:\.\d+)?)(\+clip)?(?:@p(\d+),b(\d+),k(\d+))?")
+HEADER = (
+    "configuration",
+    "plan",
+    "step ms",
+    "predicted",
+    "off",
+    "peak GiB",
+    "predicted",
+    "off",
+    "reserved",
+    "tokens/s",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What one process measures.
+
+    Attributes:
+        model: Name of a model (see ``make_model``).
+        batch: Sequences a step.
+        cap_gib: Device memory that may be used.
+        clip: Whether gradients are clipped.
+        hand: Persistent chunks, buffers and kept blocks of a plan by hand; None for the searched plan.
+        steps: Timed steps.
+    """
+
+    model: str
+    batch: int
+    cap_gib: float
+    clip: bool = False
+    hand: tuple[int, int, int] | None = None
+    steps: int = 6
+
+    @classmethod
+    def parse(cls, text: str, steps: int = 6) -> Configuration:
+        """Return the configuration that ``text`` stands for.
+
+        Raises:
+            ValueError: If it stands for none.
+        """
+        match = PATTERN.fullmatch(text)
+        if match is None or match[1] not in MODELS:
+            raise ValueError(
+                f"{text!r} is not MODEL:BATCH:CAP[+clip][@pN,bN,kN] with one of the models {', '.join(MODELS)}"
+            )
+        hand = (int(match[5]), int(match[6]), int(match[7])) if match[5] else None
+        return cls(match[1], int(match[2]), float(match[3]), bool(match[4]), hand, steps)
+
+    def __str__(self) -> str:
+        """Return the text that stands for it."""
+        by_hand = "@p{},b{},k{}".format(*self.hand) if self.hand else ""
+        return f"{self.model}:{self.batch}:{self.cap_gib:g}{'+clip' if self.clip else ''}{by_hand}"
+
+
+MODELS = {
+    "llama": "Llama 3.43B: 26 blocks of width 3200",
+    "gpt2": "GPT-2 1.5B: 48 blocks of width 1600, tied head",
+    "mistral": "Mistral-shaped, 14 blocks of width 4096, 8 key/value heads",
+    "tiny": "Llama-shaped, 4 blocks of width 64, for trying this program out",
+}
+
+
+def make_model(name: str) -> Any:
+    """Return a Hugging Face model of random structure-true weights on the meta device."""
+    import transformers
+
+    if name == "gpt2":
+        sizes = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
+        dropouts = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+        config: Any = transformers.GPT2Config(use_cache=False, **sizes, **dropouts)
+        kind: Any = transformers.GPT2LMHeadModel
+    elif name == "mistral":
+        sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 14}
+        config = transformers.MistralConfig(vocab_size=32000, use_cache=False, sliding_window=None, **sizes)
+        kind = transformers.MistralForCausalLM
+    else:
+        size = SIZES["tiny" if name == "tiny" else "3b"]
+        config = transformers.LlamaConfig(vocab_size=32000, max_position_embeddings=4096, use_cache=False, **size)
+        kind = transformers.LlamaForCausalLM
+    with torch.device("meta"):
+        model = kind(config).to(torch.bfloat16).train()
+    model.loss_type = "ForCausalLM"  # else GPT-2's choice of the loss logs, which breaks the graph
+    return model
+
+
+def hand_plan(configuration: Configuration, model: nn.Module) -> Any:
+    """Return the plan by hand, or None for the searched one."""
+    import protrain_compile as protrain
+
+    if configuration.hand is None:
+        return None
+    persistent, buffers, kept = configuration.hand
+    config: Any = model.config
+    blocks = config.num_hidden_layers
+    chunks = count_chunks(model)
+    return protrain.Plan(
+        policies=("recompute",) * (blocks - kept) + ("keep",) * kept,
+        residency=("persistent",) * persistent + ("offloaded",) * (chunks - persistent),
+        buffers=buffers,
+    )
+
+
+def count_chunks(model: nn.Module) -> int:
+    """Return how many chunks packing makes of a model whose blocks are numbered in its parameters' names."""
+    from passes.pack_chunks import pack_chunks
+    from protrain_compile.chunks import ParameterSpec
+
+    specs, uses = [], dict[int, list[int]]()
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        specs.append(ParameterSpec(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad))
+        block = re.search(r"\.(?:h|layers)\.(\d+)\.", name)
+        embeds = re.search(r"embed|wte|wpe", name) is not None
+        uses.setdefault(int(block[1]) if block else (-1 if embeds else 10**6), []).append(index)
+    return len(pack_chunks(specs, [uses[key] for key in sorted(uses)]).chunks)
+
+
+def measure(configuration: Configuration) -> dict[str, Any]:
+    """Train under the cap in this process; return what was measured and predicted."""
+    import protrain_compile as protrain
+    from protrain_compile.backend import protrain as backend
+
+    device = common.default_device()
+    on_gpu = device.startswith("cuda")
+    cap = int(configuration.cap_gib * 2**30)
+    if on_gpu:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.mem_get_info()[1]))
+    model = make_model(configuration.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, optimizer = protrain.prepare(
+        model,
+        optimizer,
+        device=device,
+        init=fill,
+        plan=hand_plan(configuration, model),
+        memory_budget=cap,
+        max_grad_norm=1.0 if configuration.clip else None,
+    )
+    compiled = torch.compile(model, backend=backend, options={"schedule": "off"})
+    seconds = _train(configuration, compiled, optimizer, device)
+    found = {
+        "configuration": str(configuration),
+        "step_ms": seconds * 1e3,
+        "tokens_s": configuration.batch * SEQUENCE / seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
+        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0,
+    }
+    managed: Any = optimizer._managed  # type: ignore[attr-defined]
+    schedule = protrain.schedule(compiled).parts[0].schedule
+    shape, plan = _shape_and_plan(schedule, managed)
+    managed.close()
+    del compiled, model, optimizer, managed
+    gc.collect()
+    return {**found, **_predict(schedule, shape, plan)}
+
+
+def _train(configuration: Configuration, compiled: Any, optimizer: Any, device: str) -> float:
+    """Return the seconds of a step, the mean over the timed ones."""
+    generator = torch.Generator().manual_seed(0)
+
+    def step() -> None:
+        tokens = torch.randint(0, 32000, (configuration.batch, SEQUENCE), generator=generator).to(device)
+        compiled(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARMUP):
+        step()
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(configuration.steps):
+        step()
+    _synchronize(device)
+    return (time.perf_counter() - start) / configuration.steps
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def _shape_and_plan(schedule: Any, managed: Any) -> tuple[Any, Any]:
+    """Return the StepShape of what ran, and its plan in full."""
+    from protrain_compile.packing import training_of
+    from protrain_compile.shape_reader import step_shape
+
+    chunks = schedule.chunks
+    places = {i: chunks.layout.chunks[c].slots[slot].parameter for i, (c, slot) in chunks.place_of.items()}
+    training = training_of(chunks.layout, places, managed.specs, managed.preparation, managed.book)
+    residency, buffers = chunks.residency, chunks.buffers
+    plan = dataclasses.replace(schedule.plan, residency=residency, uniform_residency=None, buffers=buffers)
+    return step_shape(schedule.program, training), plan
+
+
+def _predict(schedule: Any, shape: Any, plan: Any) -> dict[str, Any]:
+    from protrain_compile.cost_model import simulate
+    from protrain_compile.profiler.measure import profile_program
+
+    profile = profile_program(schedule.program, schedule.artefacts)
+    prediction = dataclasses.asdict(dataclasses.replace(simulate(shape, profile, plan), operations=()))
+    residency = plan.residency
+    short = {
+        "persistent": residency.count("persistent"),
+        "split": residency.count("split"),
+        "chunks": len(residency),
+        "buffers": plan.buffers,
+        "kept": plan.policies.count("keep"),
+        "blocks": len(plan.policies),
+    }
+    return {"prediction": prediction, "plan": short, "shape": shape.to_json(), "profile": profile.to_json()}
+
+
+def run_child(configuration: Configuration, timeout_s: float) -> dict[str, Any]:
+    """Measure in a child process; a failed one says why in ``error``."""
+    fields = json.dumps(dataclasses.asdict(configuration))
+    command = [sys.executable, "-m", "bench.accuracy", "--job", fields]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"configuration": str(configuration), "error": [f"took more than {timeout_s:.0f} s"]}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        error = done.stderr.strip().splitlines()[-12:] or ["no output"]
+        return {"configuration": str(configuration), "error": error}
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    return found
+
+
+def off(predicted: float, measured: float) -> float:
+    """Return how far a prediction is above what was measured, relative to it; 0 where nothing was measured."""
+    return predicted / measured - 1 if measured else 0.0
+
+
+def describe(result: dict[str, Any]) -> tuple[str, ...]:
+    """Return the table row of one result."""
+    if "error" in result:
+        return (result["configuration"], "failed", *[""] * (len(HEADER) - 2))
+    plan, predicted = result["plan"], result["prediction"]
+    kinds = "{persistent}/{chunks} persistent, {buffers} buffers, {kept}/{blocks} kept"
+    return (
+        result["configuration"],
+        kinds.format(**plan),
+        f"{result['step_ms']:,.0f}",
+        f"{predicted['step_ms']:,.0f}",
+        f"{off(predicted['step_ms'], result['step_ms']):+.1%}",
+        f"{result['peak_bytes'] / 2**30:.2f}",
+        f"{predicted['peak_bytes'] / 2**30:.2f}",
+        f"{off(predicted['peak_bytes'], result['peak_bytes']):+.1%}",
+        f"{result['reserved_bytes'] / 2**30:.2f}",
+        f"{result['tokens_s']:,.0f}",
+    )
+
+
+def summary(results: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Return medians and worst errors as sentences."""
+    good = [each for each in results if "error" not in each]
+    if not good:
+        return ("nothing was measured",)
+    times = [off(each["prediction"]["step_ms"], each["step_ms"]) for each in good]
+    peaks = [off(each["prediction"]["peak_bytes"], each["peak_bytes"]) for each in good]
+    middle = common.median([abs(each) for each in times])
+    return (
+        f"step time: median error {middle:.1%}, worst {max(times, key=abs):+.1%}, of {len(good)} configurations",
+        f"peak memory: median {common.median(peaks):+.1%}, from {min(peaks):+.1%} to {max(peaks):+.1%}",
+    )
+
+
+def plot(results: Sequence[dict[str, Any]], path: str) -> None:
+    """Draw predicted against measured, for time and for memory."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    panels = (("step_ms", 1.0, "step time, ms", 0.03), ("peak_bytes", 2.0**30, "peak memory, GiB", 0.05))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(11, 5))
+    for axis, (name, unit, title, allowed) in zip(axes, panels, strict=True):
+        for model in dict.fromkeys(each["configuration"].partition(":")[0] for each in results):
+            mine = [each for each in results if each["configuration"].startswith(f"{model}:") and "error" not in each]
+            measured = [each[name] / unit for each in mine]
+            axis.scatter(measured, [each["prediction"][name] / unit for each in mine], label=model)
+        most = max([axis.get_xlim()[1], axis.get_ylim()[1]])
+        axis.plot([0, most], [0, most], color="black", linewidth=0.8)
+        axis.fill_between([0, most], [0, most * (1 - allowed)], [0, most * (1 + allowed)], alpha=0.15)
+        axis.set(title=f"{title} (band: {allowed:.0%})", xlabel="measured", ylabel="predicted", xlim=0, ylim=0)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the configurations one after another, or read results; print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configurations", nargs="*", help="MODEL:BATCH:CAP[+clip][@pN,bN,kN]")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one configuration")
+    parser.add_argument("--json", help="write everything measured here")
+    parser.add_argument("--read", help="show results that --json wrote, instead of measuring")
+    parser.add_argument("--output", help="write a markdown result here")
+    parser.add_argument("--plot", help="draw predicted against measured here, as SVG")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.job:
+        print("RESULT " + json.dumps(measure(Configuration(**json.loads(given.job)))), flush=True)
+        return 0
+    try:
+        wanted = [Configuration.parse(text, given.steps) for text in given.configurations]
+    except ValueError as error:
+        parser.error(str(error))
+    if bool(wanted) == bool(given.read):
+        parser.error("give configurations to measure, or --read FILE")
+    results: list[dict[str, Any]] = json.loads(Path(given.read).read_text(encoding="utf-8")) if given.read else []
+    for configuration in wanted:
+        results.append(run_child(configuration, given.timeout))
+        print("  ".join(describe(results[-1])), *results[-1].get("error", ()), sep="\n  ", flush=True)
+        if given.json:
+            Path(given.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
+    _report(given, results)
+    return int(any("error" in each for each in results))
+
+
+def _report(given: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    print(common.table(HEADER, [describe(each) for each in results]))
+    print("\n".join(summary(results)))
+    if given.plot:
+        plot(results, given.plot)
+    if given.output:
+        rows = tuple(describe(each) for each in results)
+        used = {each["configuration"].partition(":")[0] for each in results}
+        notes = (*summary(results), *(f"{name}: {what}" for name, what in MODELS.items() if name in used))
+        title = "Predicted against measured"
+        common.Result(title, "bench.accuracy", common.default_device(), HEADER, rows, notes).write(given.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
