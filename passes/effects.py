@@ -28,6 +28,7 @@ arrival b      a chunk has been copied into buffer b
 read b         the compute stream is done with buffer b
 left b         the gradients in buffer b have been copied to the host
 landed c       the gradients of chunk c are in their landing (an event of its own for every offload)
+fetched c      chunk c, whose gradient waits, has been fetched for a forward before ``step()``
 emptied n      a host job is done with landing n
 updated c      the last host update of chunk c has run
 computed s     the values that segment s swaps have been computed
@@ -154,6 +155,7 @@ class Ledger:
         pending: Chunks whose gradient waits for an update.
         landed: The landing that holds a chunk's gradient.
         accumulating: Chunks that have an accumulator.
+        fetched: Chunks that were fetched while their gradient waited.
         turn: Offloads so far.
         misses: Waits that had to fetch their chunk because the contract at entry did not hold.
     """
@@ -165,6 +167,7 @@ class Ledger:
     pending: set[int] = dataclasses.field(default_factory=set)
     landed: dict[int, int] = dataclasses.field(default_factory=dict)
     accumulating: set[int] = dataclasses.field(default_factory=set)
+    fetched: set[int] = dataclasses.field(default_factory=set)
     turn: int = 0
     misses: int = 0
 
@@ -264,8 +267,11 @@ def _gather(call: Call, ledger: Ledger) -> Steps:
 def _fetch(chunk: int, buffer: int, ledger: Ledger) -> Steps:
     ledger.holder[buffer] = chunk
     waits = (Event("read", buffer), Event("left", buffer), Event("updated", chunk))
-    arrived = buffered(buffer, "parameters", chunk)
-    return (Step("h2d", waits, (home(chunk),), (arrived,), (Event("arrival", buffer),)),)
+    records = [Event("arrival", buffer)]
+    if chunk in ledger.pending:
+        ledger.fetched.add(chunk)
+        records.append(Event("fetched", chunk))
+    return (Step("h2d", waits, (home(chunk),), (buffered(buffer, "parameters", chunk),), tuple(records)),)
 
 
 def _prefetch(call: Call, ledger: Ledger) -> Steps:
@@ -345,11 +351,14 @@ def _apply(chunk: int, ledger: Ledger) -> Steps:
         return (Step("compute", reads=(gradients(chunk), parameters(chunk)), writes=(parameters(chunk),)),)
     ledger.forget(chunk)
     updated, source = Event("updated", chunk), home(chunk)
+    fetched = (Event("fetched", chunk),) if chunk in ledger.fetched else ()
+    ledger.fetched.discard(chunk)
     if chunk not in ledger.landed:
-        return (Step("host", (), (accumulator(chunk), source), (source,), (updated,)),)
-    number = ledger.landed.pop(chunk)
+        return (Step("host", fetched, (accumulator(chunk), source), (source,), (updated,)),)
+    number, landed = ledger.landed.pop(chunk), Event("landed", chunk)
+    both = (Step("d2h", waits=fetched, records=(landed,)),) if fetched else ()
     reads = (landing(number, chunk), source)
-    return (Step("host", (Event("landed", chunk),), reads, (source,), (updated, Event("emptied", number))),)
+    return (*both, Step("host", (landed,), reads, (source,), (updated, Event("emptied", number))))
 
 
 def _swap_out(call: Call, ledger: Ledger) -> Steps:

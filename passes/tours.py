@@ -2,19 +2,22 @@
 
 A tour is a sequence of visits to graphs and of calls of ``step()``, on one set of buffers, landings and homes. Between
 them, the two tours of a trainable schedule contain every pair of graphs that may follow each other, with updates in the
-backward and at the step, over an accumulation window, with two forwards alive and with a forward that has no backward.
+backward and at the step, over an accumulation window, with two forwards alive, with a forward that has no backward,
+and with one between a backward and its step.
 An inference comes before and after updates that other graphs made.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from passes import effects
 from passes.chunk_views import Operation
-from passes.effects import Ledger, Step, UpdateMode, optimizer_step
+from passes.effects import EFFECTS, Call, Event, Ledger, Step, UpdateMode, optimizer_step
+from protrain_compile import ops
+from protrain_compile.chunks import ChunkBinding
 
 SHARED_LANDINGS = 2
 """Landings that take turns, for the check: the fewest that do, so that each is used anew as early as can be."""
@@ -29,8 +32,18 @@ class Visit:
     mode: UpdateMode = "at_step"
 
 
-Stop = Visit | Literal["step", "updates of others"]
-"""A visit; ``step()``; or updates of every chunk by graphs of other schedules."""
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """What happens between visits: ``step()``, or graphs of other schedules of the model.
+
+    Those use every shared buffer, from the ``first`` on, or have updated every chunk.
+    """
+
+    kind: Literal["step", "forward of others", "backward of others", "updates of others"]
+    first: int = 0
+
+
+Stop = Visit | Between
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +65,10 @@ def backward(run: int, mode: UpdateMode = "at_step") -> Visit:
     return Visit("backward", run, mode)
 
 
-STEP: Stop = "step"
+STEP = Between("step")
+OTHERS_FORWARD = Between("forward of others")
+OTHERS_BACKWARD = Between("backward of others")
+OTHERS_UPDATES = Between("updates of others")
 TRAINING = (
     Tour(
         "landings that take turns",
@@ -64,6 +80,9 @@ TRAINING = (
             *(forward(3), forward(4), backward(4), backward(3), STEP),
             *(forward(5), backward(5), forward(6), backward(6, "in_backward"), STEP),
             *(forward(7), forward(8), backward(8, "in_backward"), STEP),
+            *(forward(9), backward(9), forward(10), STEP),
+            *(OTHERS_FORWARD, forward(11), OTHERS_FORWARD, backward(11), OTHERS_BACKWARD),
+            *(forward(12), OTHERS_BACKWARD, backward(12), OTHERS_FORWARD, STEP, forward(13)),
         ),
     ),
     Tour(
@@ -73,10 +92,21 @@ TRAINING = (
             *(forward(0), backward(0), STEP),
             *(forward(1), forward(2), backward(2), backward(1), STEP),
             *(forward(3), backward(3), forward(4), backward(4), forward(5), backward(5), STEP),
+            *(forward(6), backward(6), forward(7), STEP),
+            *(OTHERS_FORWARD, forward(8), OTHERS_BACKWARD, backward(8), STEP, forward(9)),
         ),
     ),
 )
-INFERENCE = (Tour("inference", SHARED_LANDINGS, (Visit("inference", 0), "updates of others", Visit("inference", 1))),)
+INFERENCE = (
+    Tour(
+        "inference",
+        SHARED_LANDINGS,
+        (
+            *(Visit("inference", 0), OTHERS_UPDATES, Visit("inference", 1), OTHERS_FORWARD),
+            *(Visit("inference", 2), OTHERS_BACKWARD, Visit("inference", 3), STEP, Visit("inference", 4)),
+        ),
+    ),
+)
 
 
 def tours_of(graphs: Mapping[str, object]) -> tuple[Tour, ...]:
@@ -85,7 +115,7 @@ def tours_of(graphs: Mapping[str, object]) -> tuple[Tour, ...]:
 
 
 def issued_steps(
-    stop: Stop, operations: Mapping[str, Sequence[Operation]], ledger: Ledger
+    stop: Stop, operations: Mapping[str, Sequence[Operation]], ledger: Ledger, chunks: ChunkBinding
 ) -> Iterator[tuple[Step, Operation | None]]:
     """Yield the steps that a stop issues, in order, each with the operation that it is of."""
     if isinstance(stop, Visit):
@@ -94,18 +124,68 @@ def issued_steps(
             for step in operation.effect(operation.call, ledger):
                 yield step, operation
     else:
-        for step in optimizer_step(ledger) if stop == "step" else _updates_of_others(ledger):
+        for step in _BETWEEN[stop.kind](ledger, chunks, stop.first):
             yield step, None
 
 
-def _updates_of_others(ledger: Ledger) -> Iterator[Step]:
+def _step(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
+    yield from optimizer_step(ledger)
+
+
+def _forward_of_others(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
+    """Yield fetches of another chunk into every shared buffer, and reads of it."""
+    for buffer in rotated(chunks.buffers, first):
+        chunk = other_chunk(chunks, ledger.holder.get(buffer))
+        if chunk is None:
+            continue
+        call = Call({"chunk": chunk, "buffer": buffer})
+        yield from EFFECTS[ops.prefetch](call, ledger)
+        yield from EFFECTS[ops.wait](call, ledger)
+        yield Step("compute", reads=(effects.view(ops.wait, call),))
+        yield from EFFECTS[ops.release](call, ledger)
+
+
+def _backward_of_others(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
+    """Yield gradients of some chunk in every shared buffer, which leave and wait for ``step()``."""
+    ledger.mode = "at_step"
+    trained = trained_chunks(chunks)
+    for buffer in rotated(chunks.buffers if trained else 0, first):
+        call = Call({"chunk": trained[buffer % len(trained)], "buffer": buffer})
+        for operation in (ops.collect, ops.offload, ops.update):
+            yield from EFFECTS[operation](call, ledger)
+
+
+def _updates_of_others(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
     """Yield updates of every chunk, each behind gradients that the compute stream made."""
-    made = effects.Event("gradients", "others")
+    made = Event("gradients", "others")
     yield Step("compute", records=(made,))
     for chunk in range(len(ledger.residency)):
         if ledger.on_device(chunk):
             yield Step("compute", writes=(effects.parameters(chunk),))
         else:
             ledger.forget(chunk)
-            updated = effects.Event("updated", chunk)
-            yield Step("host", waits=(made,), writes=(effects.home(chunk),), records=(updated,))
+            yield Step("host", waits=(made,), writes=(effects.home(chunk),), records=(Event("updated", chunk),))
+
+
+_BETWEEN: dict[str, Callable[[Ledger, ChunkBinding, int], Iterator[Step]]] = {
+    "step": _step,
+    "forward of others": _forward_of_others,
+    "backward of others": _backward_of_others,
+    "updates of others": _updates_of_others,
+}
+
+
+def rotated(count: int, first: int) -> list[int]:
+    """Return the numbers below ``count``, from ``first`` on and round."""
+    return [(first + number) % count for number in range(count)]
+
+
+def other_chunk(chunks: ChunkBinding, held: int | None) -> int | None:
+    """Return the first chunk that moves through the shared buffers and is not ``held``."""
+    moving = (index for index, residency in enumerate(chunks.residency) if residency == "offloaded")
+    return next((index for index in moving if index != held), None)
+
+
+def trained_chunks(chunks: ChunkBinding) -> list[int]:
+    """Return the trainable chunks that move through the shared buffers."""
+    return [c.index for c in chunks.layout.chunks if c.trainable and chunks.residency[c.index] == "offloaded"]

@@ -23,6 +23,7 @@ from passes.effects import Access, Content, Event, Ledger, Resource, Step
 from passes.happens_before import HappensBefore
 from passes.tours import Stop, Tour, Visit, issued_steps, tours_of
 from passes.violation import Place, fail
+from protrain_compile.chunks import ChunkBinding, ChunkLayout
 from protrain_compile.schedule import Schedule
 
 
@@ -33,8 +34,7 @@ def verify_order(schedule: Schedule, where: str, operations: Mapping[str, Sequen
         VerifierError: If an operation may run too early, or finds something else than it needs.
     """
     for tour in tours_of(schedule.graphs):
-        ledger = Ledger((), ()) if schedule.chunks is None else Ledger.of(schedule.chunks, tour.landings)
-        _Walk(where, tour, operations, ledger).run()
+        _Walk(where, tour, operations, schedule.chunks or NO_CHUNKS).run()
 
 
 @dataclasses.dataclass
@@ -47,6 +47,10 @@ class _History:
     version: int = 0
 
 
+NO_CHUNKS = ChunkBinding(ChunkLayout((), (), ()), (), 0, {})
+"""Those of a model that is not prepared."""
+
+
 class _Walk:
     """One tour."""
 
@@ -55,12 +59,13 @@ class _Walk:
         where: str,
         tour: Tour,
         operations: Mapping[str, Sequence[Operation]],
-        ledger: Ledger,
+        chunks: ChunkBinding,
     ) -> None:
         self.where = where
         self.tour = tour
         self.operations = operations
-        self.ledger = ledger
+        self.chunks = chunks
+        self.ledger = Ledger.of(chunks, tour.landings)
         self.order = HappensBefore()
         self.recorded: dict[Event, int] = {}
         self.histories: dict[tuple[Resource, int], _History] = {}
@@ -73,8 +78,8 @@ class _Walk:
         for stop in self.tour.stops:
             run = stop.run if isinstance(stop, Visit) else -1
             follows = _follows(before, stop)
-            for step, operation in issued_steps(stop, self.operations, self.ledger):
-                self._take(step, Place(stop if isinstance(stop, str) else stop.graph, operation), run)
+            for step, operation in issued_steps(stop, self.operations, self.ledger, self.chunks):
+                self._take(step, Place(stop.graph if isinstance(stop, Visit) else stop.kind, operation), run)
                 if follows and self.ledger.misses:
                     self._fail(len(self.places) - 1, "waits for a chunk that nothing brought into its buffer")
             self.ledger.misses = 0

@@ -8,9 +8,10 @@ Data flow of an offloaded chunk in one step::
     landing --> accumulator ... step() --update (host worker)--> host parameters, states  at_step
 
 What orders them: a buffer is filled only behind its last reader (``read``) and behind the departure of gradients
-(``left``); artefacts read it behind its ``arrival``; a chunk is fetched only behind its own update; a landing is filled
-only behind the job that emptied it. Host jobs run in order, so a job is named by a ticket. Nothing here blocks the
-calling thread except on the CPU, where every operation is done when it returns.
+(``left``); artefacts read it behind its ``arrival``; a chunk is fetched only behind its own update, and updated only
+behind fetches for a forward that came between its backward and ``step()`` (``fetched``); a landing is filled only
+behind the job that emptied it. Host jobs run in order, so a job is named by a ticket. Nothing here blocks the calling
+thread except on the CPU, where every operation is done when it returns. ``passes.effects`` says the same as a table.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class ChunkResidency:
         self._turn = 0
         self._landing_ticket = dict.fromkeys(range(len(store.landings)), 0)
         self._landed: dict[int, tuple[int, torch.Tensor, Event]] = {}
+        self._fetched: dict[int, Event] = {}
         self.norms = torch.zeros(len(layout.chunks), device=streams.device) if measures_norms else None
 
     # ---- operations of a schedule ----------------------------------------------------------------------------
@@ -166,10 +168,7 @@ class ChunkResidency:
         self.streams.wait_host(self.worker, self._landing_ticket[number], "d2h")
         self.streams.copy(landing, self._flat(chunk, source), "d2h")
         self.streams.record(source.left, "d2h")
-        # An event of its own for every offload: the worker may not have waited for the last one yet.
-        arrived = self.streams.event()
-        self.streams.record(arrived, "d2h")
-        self._landed[chunk] = (number, landing, arrived)
+        self._landed[chunk] = (number, landing, self._mark("d2h"))
         self.counters.offloaded_bytes += landing.nbytes
 
     def update(self, chunk: int, slots: tuple[int, ...]) -> None:
@@ -194,12 +193,16 @@ class ChunkResidency:
         if chunk in self.store.gradients:
             self._device_updater.update(states, self.store.gradients[chunk], segments)
             return
+        fetched = self._fetched.pop(chunk, None)
         if chunk in self._landed:
             number, landing, arrived = self._landed.pop(chunk)
+            if fetched is not None:
+                self.streams.wait(fetched, "d2h")
+                arrived = self._mark("d2h")
             ticket = self.worker.update(states, landing, segments, after=arrived)
             self._landing_ticket[number] = ticket
         else:
-            ticket = self.worker.update(states, self.store.accumulators[chunk], segments)
+            ticket = self.worker.update(states, self.store.accumulators[chunk], segments, after=fetched)
         self._ticket[chunk] = ticket
         for buffer in self._buffers.values():
             if buffer.holder == chunk:
@@ -210,6 +213,7 @@ class ChunkResidency:
         self.worker.drain()
         self.pending.clear()
         self._landed.clear()
+        self._fetched.clear()
 
     def forget(self, chunk: int, slot: int) -> None:
         """Drop the waiting gradient of one parameter."""
@@ -309,8 +313,16 @@ class ChunkResidency:
         source = self.store.parameters[chunk]
         self.streams.copy(self._flat(chunk, target), source, "h2d")
         self.streams.record(target.arrival, "h2d")
+        if chunk in self.pending:
+            self._fetched[chunk] = self._mark("h2d")
         target.holder = chunk
         self.counters.fetched_bytes += source.nbytes
+
+    def _mark(self, stream: str) -> Event:
+        """Return an event of its own: the worker may not have waited for an earlier one yet."""
+        event = self.streams.event()
+        self.streams.record(event, stream)
+        return event
 
     def _claim(self, chunk: int, target: Buffer) -> torch.Tensor:
         """Return a buffer for gradients on the compute stream; whatever parameters it holds are lost."""

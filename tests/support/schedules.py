@@ -81,10 +81,16 @@ def changed(schedule: Schedule) -> Schedule:
 
 def take_tour(runtime: SymbolicRuntime, schedule: Schedule, tour: Tour) -> None:
     """Run a schedule along a tour."""
+    others = {
+        "step": lambda first: runtime.step(),
+        "forward of others": runtime.forward_of_others,
+        "backward of others": runtime.backward_of_others,
+        "updates of others": lambda first: runtime.updates_of_others(),
+    }
     runs: dict[int, Run] = {}
     for stop in tour.stops:
         if not isinstance(stop, Visit):
-            runtime.step() if stop == "step" else runtime.update_all()
+            others[stop.kind](stop.first)
         elif stop.graph == "backward":
             runtime.backward(schedule, runs[stop.run], stop.mode)
         else:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.tours import other_chunk, rotated, trained_chunks
 from protrain_compile import ops
 from protrain_compile.artefacts import Artefact
 from protrain_compile.chunks import ChunkBinding
@@ -104,6 +105,7 @@ class Instruction:
         reads: Memories that it reads.
         writes: Memories that it writes.
         node: The node that issued it; None between graphs.
+        event: The kind of event that it waits for, as ``effects`` calls it; empty if for none.
     """
 
     stream: str
@@ -113,6 +115,7 @@ class Instruction:
     reads: tuple[Any, ...]
     writes: tuple[Any, ...]
     node: fx.Node | None
+    event: str = ""
 
 
 class Trace:
@@ -129,12 +132,13 @@ class Trace:
         run: Callable[[Memory], None] = lambda memory: None,
         *,
         after: int | None = None,
+        event: str = "",
         reads: Sequence[Any] = (),
         writes: Sequence[Any] = (),
     ) -> int:
         """Issue an instruction; return its number."""
         number = len(self.instructions)
-        made = Instruction(stream, after, self._caller, run, tuple(reads), tuple(writes), self.node)
+        made = Instruction(stream, after, self._caller, run, tuple(reads), tuple(writes), self.node, event)
         self.instructions.append(made)
         if stream == "caller":
             self._caller = number
@@ -149,6 +153,7 @@ class Trace:
         rereads: bool = False,
     ) -> None:
         """Write ``sources`` to ``targets`` on the compute stream."""
+        targets, sources = tuple(targets), tuple(sources)  # the caller empties its lists
 
         def run(memory: Memory) -> None:
             for target, source in zip(targets, sources, strict=True):
@@ -164,6 +169,7 @@ class QueueEvent:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
+        self.kind = "landed"
         self.recorded: int | None = None
 
     def synchronize(self) -> None:
@@ -184,10 +190,11 @@ class QueueStreams:
         event.recorded = self.trace.add(stream)
 
     def wait(self, event: QueueEvent, stream: str) -> None:
-        self.trace.add(stream, after=event.recorded)
+        self.trace.add(stream, after=event.recorded, event=event.kind)
 
     def wait_host(self, worker: QueueWorker, ticket: int, stream: str) -> None:
-        self.trace.add(stream, after=worker.number_of(ticket))
+        kind = "updated" if stream == "h2d" else "emptied"
+        self.trace.add(stream, after=worker.number_of(ticket), event=kind)
 
     def copy(self, target: Cell, source: Cell, stream: str) -> None:
         """Copy in two parts: what lies at even places, then the others."""
@@ -218,8 +225,8 @@ class QueueWorker:
         return self.numbers[ticket - 1] if ticket else None
 
     def _submit(self, run: Callable[[Memory], None], reads: Any, writes: Any, after: QueueEvent | None) -> int:
-        waited = None if after is None else after.recorded
-        self.numbers.append(self.trace.add("host", run, after=waited, reads=reads, writes=writes))
+        waited, kind = (None, "") if after is None else (after.recorded, after.kind)
+        self.numbers.append(self.trace.add("host", run, after=waited, event=kind, reads=reads, writes=writes))
         return len(self.numbers)
 
     def update(self, states: Cell, gradient: Cell, offsets: list[int], after: QueueEvent | None = None) -> int:
@@ -240,7 +247,7 @@ class QueueWorker:
         return self._submit(run, (gradient.name, total.name), (total.name,), after)
 
     def wait(self, ticket: int) -> None:
-        self.trace.add("caller", after=self.number_of(ticket))
+        self.trace.add("caller", after=self.number_of(ticket), event="updated")
 
 
 def _updating(states: Cell, gradient: Cell, offsets: Sequence[int]) -> Callable[[Memory], None]:
@@ -344,6 +351,9 @@ class SymbolicRuntime:
         self.residency._device_updater = QueueDeviceUpdater(self.trace)  # type: ignore[assignment]
         for number, buffer in self.residency._buffers.items():
             buffer.bytes = Cell(("buffer", number), self.trace)  # type: ignore[assignment]
+            for kind in ("arrival", "read", "left"):
+                getattr(buffer, kind).kind = kind
+        self.chunks = chunks
         self.runs: list[Run] = []
 
     def _offsets(self, chunk: int, slots: Sequence[int], multiplier: float) -> list[int]:
@@ -381,7 +391,7 @@ class SymbolicRuntime:
         for chunk in sorted(self.residency.pending):
             self.residency.apply(chunk, 1.0)
 
-    def update_all(self) -> None:
+    def updates_of_others(self) -> None:
         """Update every chunk, as graphs of other schedules may have done."""
         made = QueueEvent(self.trace)
         self.residency.streams.record(made, "compute")
@@ -393,6 +403,33 @@ class SymbolicRuntime:
                 worker: Any = self.residency.worker
                 self.residency._ticket[chunk] = worker._submit(run, (), (home.name,), made)
                 self.residency.written(chunk)
+
+    def forward_of_others(self, first: int = 0) -> None:
+        """Fetch another chunk into every buffer that chunks share, and read it."""
+        for number in rotated(self.chunks.buffers, first):
+            buffer = self.residency._buffers.get(number)
+            chunk = None if buffer is None else other_chunk(self.chunks, buffer.holder)
+            if chunk is None:
+                continue
+            self.residency.prefetch(chunk, number)
+            outputs = _make(self.trace, "compute", ("other",), self.residency.wait(chunk, number, self._slots(chunk)))
+            self.residency.release(chunk, number)
+            self.runs.append(Run(len(self.runs), outputs, {}))
+
+    def backward_of_others(self, first: int = 0) -> None:
+        """Make gradients of some chunk in every buffer that chunks share; they wait for ``step()``."""
+        self.residency.mode = "at_step"
+        trained = trained_chunks(self.chunks)
+        for number in rotated(self.chunks.buffers if trained else 0, first):
+            chunk = trained[number % len(trained)]
+            slots = self._slots(chunk)
+            gradients = _make(self.trace, "compute", ("gradients", number, chunk), (), len(slots))
+            self.residency.collect(chunk, number, slots, gradients)
+            self.residency.offload(chunk, number)
+            self.residency.update(chunk, slots)
+
+    def _slots(self, chunk: int) -> tuple[int, ...]:
+        return tuple(range(len(self.chunks.layout.chunks[chunk].slots)))
 
     def _execute(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
         for node in module.graph.nodes:

@@ -15,7 +15,7 @@ from support.symbolic import SymbolicRuntime
 import protrain_compile
 from passes.chunk_views import schedule_operations
 from passes.effects import EFFECTS, Ledger, Step
-from passes.tours import Tour, backward, forward, issued_steps, tours_of
+from passes.tours import STEP, Tour, backward, forward, issued_steps, tours_of
 from protrain_compile import ops
 from protrain_compile.schedule import Schedule
 
@@ -94,7 +94,7 @@ def of_table(schedule: Schedule, tour: Tour) -> list[Issue]:
     operations = schedule_operations(schedule)
     issues, recorded, before = Issues(), {}, object()
     for stop in tour.stops:
-        for step, operation in issued_steps(stop, operations, ledger):
+        for step, operation in issued_steps(stop, operations, ledger, schedule.chunks):
             if operation is not before:
                 issues.begin("between graphs" if operation is None else operation.node.name)
                 before = operation
@@ -136,7 +136,7 @@ def test_shared_weights_frozen_ones_and_chunks_of_two_sizes(shape: str) -> None:
 
 @pytest.mark.parametrize("landings", [0, 2])
 def test_a_graph_kept_for_a_second_backward(landings: int) -> None:
-    tour = Tour("", landings, (forward(0), backward(0), backward(0), backward(0), "step", forward(1)))
+    tour = Tour("", landings, (forward(0), backward(0), backward(0), backward(0), STEP, forward(1)))
     check(mixed_schedule(), [tour])
 
 

@@ -1,0 +1,152 @@
+"""Every fault of one node, and every wait left out, that does harm is found by the verifier; the others are explained.
+
+Which do harm is decided by running them (``support.mutants``); the verifier and its table take no part in that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from support.mutants import DroppedWait, Judge, Mutant, dropped_waits_of, is_malformed, mutants_of, neighbour
+from support.schedules import find, mixed_schedule
+from torch import fx
+
+from passes.chunk_views import schedule_operations
+from passes.effects import Call, Ledger, Step
+from passes.verify import verify_schedule
+from passes.verify_order import verify_order
+from protrain_compile import ops
+from protrain_compile.errors import VerifierError
+from protrain_compile.schedule import Schedule
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    return Judge(mixed_schedule())
+
+
+def is_found(schedule: Schedule) -> bool:
+    """Whether the pipeline refuses a schedule: its graphs are malformed, or the verifier raises."""
+    if is_malformed(schedule):
+        return True
+    try:
+        verify_schedule(schedule, "x")
+    except VerifierError:
+        return True
+    return False
+
+
+# ---- nodes ---------------------------------------------------------------------------------------------------------
+
+REPEATS = {
+    ops.prefetch: "the buffer holds the chunk already",
+    ops.wait: "the chunk has arrived already",
+    ops.release: "marks the same point of the compute stream again",
+    ops.collect: "writes the same gradients to the same place",
+}
+"""Why an operation may come twice without harm."""
+REFUSED = (ops.release, ops.collect)
+"""What the verifier wants once all the same: a stay ends once, a gradient is reduced once."""
+
+
+def why_harmless(mutant: Mutant, schedule: Schedule) -> str:
+    """Return the rule by which a mutant does no harm; empty if none says so."""
+    node = mutant.original(schedule)
+    assert schedule.chunks is not None
+    own_buffer = schedule.chunks.residency[int(str(node.kwargs["chunk"]))] == "split"
+    if mutant.change == "repeated":
+        persistent_collect = node.target is ops.collect and "buffer" not in node.kwargs
+        return "" if persistent_collect else REPEATS.get(node.target, "")  # type: ignore[arg-type]
+    if node.target is ops.release and own_buffer:
+        return "a split chunk's own buffer is filled anew only after its update, which follows an offload from it"
+    if mutant.change in ("earlier", "later"):
+        other = neighbour(node, -1 if mutant.change == "earlier" else 1)
+        if other is not None and are_independent(schedule, mutant.graph, node, other):
+            return "moved past an operation on other chunks and buffers"
+    return ""
+
+
+def are_independent(schedule: Schedule, graph: str, node: fx.Node, other: fx.Node) -> bool:
+    """Whether two operations share no chunk and no buffer."""
+    chunk, buffer = node.kwargs["chunk"], node.kwargs.get("buffer")
+    operation = next(each for each in schedule_operations(schedule)[graph] if each.node is other)
+    chunks = {access.content.key for access in operation.call.inputs} | {other.kwargs.get("chunk")}
+    return chunk not in chunks and (buffer is None or other.kwargs.get("buffer") != buffer) and other not in node.users
+
+
+def test_every_harmful_mutant_is_found_and_every_other_is_explained(judge: Judge) -> None:
+    schedule = judge.schedule
+    found = harmless = 0
+    for mutant in mutants_of(schedule):
+        harm, why = judge.harm_of(mutant), why_harmless(mutant, schedule)
+        refused = is_found(mutant.of(schedule))
+        if harm:
+            assert refused, f"{mutant}: {harm}, and the verifier does not see it"
+            assert not why, f"{mutant}: {harm}, but: {why}"
+            found += 1
+            continue
+        assert why, f"{mutant} does no harm, and no rule says why"
+        strict = mutant.change == "repeated" and mutant.original(schedule).target in REFUSED
+        assert refused == strict or (refused and "own buffer" in why), f"{mutant} does no harm: {why}"
+        harmless += 1
+    assert found > 80
+    assert harmless > 40
+
+
+# ---- waits ---------------------------------------------------------------------------------------------------------
+
+
+def is_missed(schedule: Schedule, dropped: DroppedWait) -> bool:
+    """Whether the verifier refuses a schedule in which one node leaves a wait out."""
+    operations = schedule_operations(schedule)
+    place = next(i for i, each in enumerate(operations[dropped.graph]) if each.node.name == dropped.node)
+    row = operations[dropped.graph][place].effect
+
+    def without(call: Call, ledger: Ledger) -> tuple[Step, ...]:
+        return tuple(
+            dataclasses.replace(step, waits=tuple(each for each in step.waits if each.kind != dropped.event))
+            for step in row(call, ledger)
+        )
+
+    operations[dropped.graph][place] = dataclasses.replace(operations[dropped.graph][place], effect=without)
+    try:
+        verify_order(schedule, "", operations)
+    except VerifierError:
+        return True
+    return False
+
+
+def why_not_missed(dropped: DroppedWait, schedule: Schedule) -> str:
+    """Return the rule by which a wait that is left out does no harm; empty if none says so."""
+    node = find(schedule, dropped.graph, dropped.node)
+    assert schedule.chunks is not None
+    chunk = int(str(node.kwargs["chunk"]))
+    in_buffer = [each for each in node.graph.nodes if each.kwargs.get("buffer") == node.kwargs.get("buffer")]
+    before = in_buffer[: in_buffer.index(node)] if "buffer" in node.kwargs else []
+    if node.target is ops.collect and before and before[-1].target is ops.wait:
+        return "the chunk's own wait came first, for a fetch that waited for what had left"
+    if node.target is not ops.prefetch:
+        return ""
+    if dropped.event != "updated" and schedule.chunks.residency[chunk] == "split":
+        return "a split chunk's own buffer is filled anew only after its update, which follows an offload from it"
+    if dropped.event == "read" and before and before[-1].target is ops.offload:
+        return "the gradients left the buffer behind its last reader"
+    if dropped.event == "left" and before and before[-1].target is ops.release:
+        return "the fetch for the stay before, in this graph, waited for it"
+    if dropped.event == "updated" and dropped.graph == "backward":
+        return "the forward fetched the chunk behind the same update"
+    return ""
+
+
+def test_every_wait_that_is_missed_is_found_and_every_other_is_explained(judge: Judge) -> None:
+    schedule = judge.schedule
+    missed = explained = 0
+    for dropped in dropped_waits_of(schedule):
+        harm, why = judge.harm_of(dropped), why_not_missed(dropped, schedule)
+        assert is_missed(schedule, dropped) == bool(harm), f"{dropped} {harm or 'does no harm'}"
+        assert bool(why) != bool(harm), f"{dropped} {harm or 'does no harm'}, and why: {why!r}"
+        missed += bool(harm)
+        explained += bool(why)
+    assert missed > 30
+    assert explained > 10
