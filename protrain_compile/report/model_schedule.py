@@ -14,6 +14,8 @@ from protrain_compile.errors import ProtrainError
 from protrain_compile.managed import ManagedModel
 from protrain_compile.options import parse_plan
 from protrain_compile.plan import Plan
+from protrain_compile.profiler.measure import profile_program
+from protrain_compile.report.profile_table import render_profile
 from protrain_compile.report.registry import live_graphs
 from protrain_compile.report.render import format_bytes, render, to_dict
 from protrain_compile.runtime.compiled_graph import Binding, CompiledGraph
@@ -86,6 +88,18 @@ class ModelSchedule:
         managers = {binding.managed for part in self.parts for binding in part.bindings if binding.managed is not None}
         texts += [_moved_line(managed) for managed in managers]
         return "\n".join(texts)
+
+    def profile(self, *, refresh: bool = False) -> str:
+        """Return what every part and ATen node costs on the model's device, as tables.
+
+        What was not measured before is measured now, one block's data on the device at a time; ``refresh`` measures all
+        anew.
+        """
+        texts = []
+        for part in self.parts:
+            program, artefacts = part.graph.program, part.schedule.artefacts
+            texts.append(render_profile(program, profile_program(program, artefacts, nodes=True, refresh=refresh)))
+        return "\n\n".join(texts)
 
     def to_json(self) -> str:
         """Return plans, segments and operations of all graphs as JSON text."""

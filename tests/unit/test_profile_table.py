@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from support.capture import gpt_program
+import pytest
+from support import light
+from support.capture import compiled, gpt_program
+from support.models import tokens
 from support.profiles import machine
 
 from protrain_compile.profile import ArtefactCost, NodeCost, NvmeRate, Profile, TemplateProfile
@@ -68,3 +71,12 @@ def test_the_machine_is_shown_with_its_source() -> None:
     assert "10.0 GB/s alone, 8.0 both ways, 5.0 beside updates" in text
     assert "disk" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_compiled_model_shows_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protrain_compile.profiler.measure.measure_hardware", lambda _: machine())
+    _, schedule = compiled(light.GPT(2), tokens())
+    text = schedule.profile(refresh=True)
+    assert "block 0 to block 1 (2), node by node" in text
+    assert "compute of a step, measured:" in text
+    assert schedule.profile() == text  # nothing is measured twice
