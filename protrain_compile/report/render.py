@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -169,8 +170,8 @@ def to_dict(graph: CompiledGraph, schedule: Schedule) -> dict[str, Any]:
     program = schedule.program
     return {
         "model": program.name,
-        "plan": {"policies": list(schedule.plan.policies or ()), "blocks": list(program.block_names)},
-        "templates": len(program.templates),
+        "plan": json.loads(schedule.plan.to_json()),
+        "templates": len(set(program.template_of)),
         "segments": [
             {"name": segment.stage.name, "path": segment.stage.path, "template": program.templates[index].name}
             for segment, index in zip(program.segments, program.template_of, strict=True)
