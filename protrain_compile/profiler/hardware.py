@@ -78,7 +78,7 @@ def measure_hardware(device: torch.device, sizes: Sizes | None = None) -> Hardwa
         sizes: How much data is used; by default large on a CUDA device and small on the CPU.
     """
     sizes = sizes or (LARGE if device.type == "cuda" else SMALL)
-    with _current(device), measuring(device):
+    with measuring(device):
         meter = make_meter(device)
         h2d, d2h, host_updates = _measure_host(device, sizes)
         return HardwareProfile(
@@ -114,10 +114,6 @@ def host_bytes() -> int:
     names = ("memory.max", "memory.limit_in_bytes")
     texts = (read_text(Path(folder) / name) or "" for folder in cgroup_folders("memory") for name in names)
     return min([*limits, *(int(text) for text in texts if text.strip().isdecimal())])
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _product(meter: Meter, sizes: Sizes, dtype: torch.dtype) -> float:

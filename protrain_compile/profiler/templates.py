@@ -78,13 +78,15 @@ def template_device(template: Template) -> torch.device:
 @contextlib.contextmanager
 def measuring(device: torch.device) -> Iterator[None]:
     """Run real operations without autograd, wherever called; leave random states and allocator as they were."""
-    devices = [device] if device.type == "cuda" else []
-    with compat.unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+    cuda = device.type == "cuda"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(compat.unset_fake_temporarily())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng([device] if cuda else []))
+        if cuda:
+            stack.enter_context(torch.cuda.device(device))
+            stack.callback(torch.cuda.empty_cache)
+        yield
 
 
 class TemplateRun:
