@@ -9,11 +9,10 @@ one opposite to the order of issue; random orders add mixtures.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator
 
-from support.symbolic import Memory, SymbolicRuntime, Trace
+from support.symbolic import Memory, Result, SymbolicRuntime, Trace
 
 STREAMS = ("caller", "compute", "h2d", "d2h", "host")
 
@@ -21,35 +20,60 @@ STREAMS = ("caller", "compute", "h2d", "d2h", "host")
 def orders(trace: Trace, *, seeds: int = 0) -> Iterator[list[int]]:
     """Yield orders in which a device may run a trace, as numbers of instructions: late streams, then random."""
     for late in STREAMS[1:]:
-        yield _order(trace, lambda ready, late=late: min(ready, key=lambda stream: stream == late))
+        device = _Device(trace)
+        others = [stream for stream in STREAMS if stream != late]
+        while device.busy:
+            if not any(device.run_all(stream) for stream in others):
+                device.run_one(late)
+        yield device.order
     for seed in range(seeds):
-        draw = random.Random(seed)
-        yield _order(trace, draw.choice)
+        device, draw = _Device(trace), random.Random(seed)
+        while device.busy:
+            device.run_one(draw.choice(STREAMS))
+        yield device.order
 
 
-def _order(trace: Trace, choose: object) -> list[int]:
-    instructions = trace.instructions
-    queues = {stream: [i for i, each in enumerate(instructions) if each.stream == stream] for stream in STREAMS}
-    heads, done, found = dict.fromkeys(STREAMS, 0), [False] * len(instructions), []
+class _Device:
+    """Runs a trace, stream by stream as it is told; only the order is noted."""
 
-    def is_ready(stream: str) -> bool:
-        if heads[stream] == len(queues[stream]):
+    def __init__(self, trace: Trace) -> None:
+        self.order: list[int] = []
+        self._instructions = trace.instructions
+        self._done = [False] * len(trace.instructions)
+        self._queues: dict[str, list[int]] = {stream: [] for stream in STREAMS}
+        for number in reversed(range(len(trace.instructions))):
+            self._queues[trace.instructions[number].stream].append(number)
+
+    @property
+    def busy(self) -> bool:
+        """Whether instructions are left."""
+        return len(self.order) < len(self._done)
+
+    def run_one(self, stream: str) -> bool:
+        """Run a stream's next instruction if it may run; return whether it did."""
+        queue = self._queues[stream]
+        if not queue:
             return False
-        each = instructions[queues[stream][heads[stream]]]
-        return all(number is None or done[number] for number in (each.after, each.issued))
+        each = self._instructions[queue[-1]]
+        if (each.after is not None and not self._done[each.after]) or (
+            each.issued is not None and not self._done[each.issued]
+        ):
+            return False
+        self._done[queue[-1]] = True
+        self.order.append(queue.pop())
+        return True
 
-    while len(found) < len(instructions):
-        stream = choose([each for each in STREAMS if is_ready(each)])  # type: ignore[operator]
-        number = queues[stream][heads[stream]]
-        heads[stream] += 1
-        done[number] = True
-        found.append(number)
-    return found
+    def run_all(self, stream: str) -> bool:
+        """Run a stream until it waits; return whether anything ran."""
+        found = False
+        while self.run_one(stream):
+            found = True
+        return found
 
 
 def execute(trace: Trace, order: list[int], first: Memory) -> Memory:
     """Run instructions in an order; return memory afterwards."""
-    memory = copy.deepcopy(first)
+    memory = {name: dict(values) for name, values in first.items()}
     for number in order:
         trace.instructions[number].run(memory)
     return memory
@@ -57,7 +81,8 @@ def execute(trace: Trace, order: list[int], first: Memory) -> Memory:
 
 def observed(runtime: SymbolicRuntime, memory: Memory) -> tuple[object, ...]:
     """Return what a user sees: what every forward returned, and the parameters and states in the end."""
-    outputs = tuple(value.read(memory) for run in runtime.runs for value in run.outputs if hasattr(value, "read"))
+    returned = [value for run in runtime.runs for value in run.outputs if isinstance(value, Result)]
+    outputs = tuple(value.read(memory) for value in (*returned, *runtime.read_by_others))
     homes = tuple(tuple(sorted(memory[cell.name].items())) for cell in runtime.store.parameters)
     return outputs, homes
 

@@ -355,6 +355,7 @@ class SymbolicRuntime:
                 getattr(buffer, kind).kind = kind
         self.chunks = chunks
         self.runs: list[Run] = []
+        self.read_by_others: list[Result] = []
 
     def _offsets(self, chunk: int, slots: Sequence[int], multiplier: float) -> list[int]:
         return [self.store.spec.layout.chunks[chunk].slots[slot].offset for slot in slots]
@@ -414,7 +415,7 @@ class SymbolicRuntime:
             self.residency.prefetch(chunk, number)
             outputs = _make(self.trace, "compute", ("other",), self.residency.wait(chunk, number, self._slots(chunk)))
             self.residency.release(chunk, number)
-            self.runs.append(Run(len(self.runs), outputs, {}))
+            self.read_by_others += outputs
 
     def backward_of_others(self, first: int = 0) -> None:
         """Make gradients of some chunk in every buffer that chunks share; they wait for ``step()``."""

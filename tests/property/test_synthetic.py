@@ -1,0 +1,54 @@
+"""Random synthetic programs: the passes' schedules are clean, and give eager's results at whatever pace streams run.
+
+``PROTRAIN_SYNTHETIC=20000 pytest tests/property/test_synthetic.py`` runs so many instead of the usual ones.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support.interleave import execute, orders
+from support.schedules import take_tour
+from support.symbolic import SymbolicRuntime
+from support.synthetic import Eager, Synthetic, draw
+
+from passes.tours import TRAINING, Tour
+from protrain_compile.errors import PlanError
+from protrain_compile.schedule import Schedule
+
+PARTS = 6
+COUNT = int(os.environ.get("PROTRAIN_SYNTHETIC", "180"))
+
+
+@pytest.mark.timeout(0 if COUNT > 1000 else 300)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs(part: int) -> None:
+    scheduled = 0
+    for seed in range(part, COUNT, PARTS):
+        synthetic = draw(seed)
+        try:
+            schedule = synthetic.schedule()
+        except PlanError:  # one call uses more chunks than there are buffers
+            continue
+        scheduled += 1
+        for tour in TRAINING:
+            check(synthetic, schedule, tour, seed)
+    assert scheduled > 0.7 * (COUNT // PARTS)
+
+
+def check(synthetic: Synthetic, schedule: Schedule, tour: Tour, seed: int) -> None:
+    """Compare what a user sees after a tour with eager's, in the order of issue, with each stream late, at random."""
+    assert schedule.chunks is not None
+    runtime = SymbolicRuntime(schedule.chunks, tour.landings)
+    take_tour(runtime, schedule, tour)
+    expected = Eager(synthetic, schedule).follow(tour)
+    first = runtime.store.first_values()
+    for order in (list(range(len(runtime.trace.instructions))), *orders(runtime.trace, seeds=1)):
+        memory = execute(runtime.trace, order, first)
+        values = [0] * len(synthetic.sizes)
+        for home, chunk in zip(runtime.store.parameters, synthetic.layout.chunks, strict=True):
+            for slot in chunk.slots:
+                values[slot.parameter] = memory[home.name][slot.offset]
+        outputs = [value.read(memory) for run in runtime.runs for value in run.outputs]
+        assert (outputs, values) == expected, f"seed {seed}, {tour.name}"
