@@ -16,6 +16,7 @@ graphs that run::
     move_chunks          a prepared model's artefacts read parameters from chunks
     insert_updates       gradients end in their chunk, which is offloaded and updated
     place                which buffer a chunk uses, and when its prefetch starts
+    shard_collectives    chunks that ranks share are gathered before use, their gradients reduced
 
 ``pack_chunks`` lays a prepared model's parameters out when it is first called, before its first schedule is written.
 """
@@ -34,6 +35,7 @@ from passes.outline_blocks import OutlineBlocks
 from passes.partition_templates import PartitionTemplates
 from passes.place import Place
 from passes.seed_randomness import SeedRandomness
+from passes.shard_collectives import ShardCollectives
 from passes.slice_loss import SliceLoss
 from passes.tag_blocks import TagBlocks
 from passes.verify import verify_program, verify_schedule
@@ -75,6 +77,7 @@ def schedule_pipeline(*, print_after: str | None = None) -> Pipeline[Schedule]:
         MoveChunks(),
         InsertUpdates(),
         Place(),
+        ShardCollectives(),
     ]
     return Pipeline[Schedule](passes, given={"parts"}, verify=verify_schedule, print_after=print_after)
 

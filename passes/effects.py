@@ -386,6 +386,23 @@ def _wait_reload(call: Call, ledger: Ledger) -> Steps:
     return (Step("compute", waits=(Event("reloaded", int(call.arguments["segment"])),)),)
 
 
+def _all_gather(call: Call, ledger: Ledger) -> Steps:
+    if call.buffer is None:
+        whole = parameters(call.chunk)
+        return (Step("gather", reads=(whole,), writes=(whole,)),)
+    held, arrival = buffered(call.buffer, "parameters", call.chunk), (Event("arrival", call.buffer),)
+    return (Step("gather", arrival, (held,), (held,), arrival),)
+
+
+def _reduce_scatter(call: Call, ledger: Ledger) -> Steps:
+    if call.buffer is None:
+        whole = gradients(call.chunk)
+        return (Step("gather", reads=(whole,), writes=(whole,)),)
+    held, read = buffered(call.buffer, "gradients", call.chunk), (Event("read", call.buffer),)
+    last_use = Step("compute", records=read)
+    return (last_use, Step("gather", read, (held,), (held,), (Event("left", call.buffer),)))
+
+
 EFFECTS: dict[Callable[..., Any], Effect] = {
     ops.snapshot: _compute,
     ops.bind: _bind,
@@ -400,6 +417,8 @@ EFFECTS: dict[Callable[..., Any], Effect] = {
     ops.release_swapped: _release_swapped,
     ops.reload: _reload,
     ops.wait_reload: _wait_reload,
+    ops.all_gather: _all_gather,
+    ops.reduce_scatter: _reduce_scatter,
 }
 """What each named operation does; calls of artefacts are all alike, see ``effect_of``."""
 

@@ -6,8 +6,9 @@ After the last call of the backward that reads a chunk or makes one of its gradi
     offload(residency, chunk=3)                               # d2h: one flat copy; frees the buffer
     update(residency, chunk=3, slots=(0, 1))                  # host
 
-A persistent chunk has gradient storage of its own and is updated on the device: collect, update. Autograd receives
-None for these parameters. A slot without a gradient in this graph is not updated, as eager leaves it.
+A persistent chunk has gradient storage of its own and is updated on the device: collect, update. Where ranks share it,
+its gradient may be collected in a chunk buffer: collect, release, update. Autograd receives None for these parameters.
+A slot without a gradient in this graph is not updated, as eager leaves it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from passes.schedule_graph import ChunkCall, chunk_of, is_persistent, segment_of
+from passes.schedule_graph import ChunkCall, chunk_of, is_persistent, keeps_gradient, segment_of
 from protrain_compile import ops
 from protrain_compile.chunks import ChunkBinding
 from protrain_compile.schedule import Schedule, operation_of
@@ -72,9 +73,12 @@ def _finish(module: fx.GraphModule, chunks: ChunkBinding, chunk: int, gradients:
         updated.write(module)
         if not persistent:
             ChunkCall(ops.offload, chunk, "d2h", segment, moved_bytes=size).write(module)
+        elif not keeps_gradient(chunks, chunk):
+            ChunkCall(ops.release, chunk, "compute", segment).write(module)
         packed = module.graph.call_function(ops.pack, tuple(gradients.values()))
     with module.graph.inserting_after(packed):
-        call = ChunkCall(ops.collect, chunk, "compute", segment, slots=slots, has_buffer=not persistent)
+        in_buffer = not keeps_gradient(chunks, chunk)
+        call = ChunkCall(ops.collect, chunk, "compute", segment, slots=slots, has_buffer=in_buffer)
         call.write(module, packed)
     waits = [order[node] for node in order if chunk_of(node, ops.wait) not in (None, chunk)]
     if releases and not any(order[releases[-1]] < wait < order[last] for wait in waits):

@@ -6,8 +6,9 @@ For every stretch in which a chunk is used without another chunk's use in betwee
     t1_forward(pack(x, w[0], w[1]))
     release(residency, chunk=3)                   # compute: the buffer may be filled anew after this point
 
-A persistent chunk is bound once, where it is first used. Buffers and prefetches are decided by ``place``. A graph that
-reads a parameter in another type than its chunk has (an evaluation outside autocast) gathers the exact value instead.
+A persistent chunk is bound once, where it is first used (one whose parameters are divided among ranks moves too).
+Buffers and prefetches are decided by ``place``. A graph that reads a parameter in another type than its chunk has (an
+evaluation outside autocast) gathers the exact value instead.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from passes.schedule_graph import (
     ChunkCall,
     artefact_calls,
     gathered_placeholders,
-    is_persistent,
+    is_resident,
     managed_placeholders,
     packed_arguments,
     residency_placeholder,
@@ -86,7 +87,7 @@ def _chunks_used(call: fx.Node, places: Places) -> list[int]:
 
 
 def _stretches(module: fx.GraphModule, places: Places, chunks: ChunkBinding) -> list[Stretch]:
-    """Return the stretches in order of their first call; a persistent chunk has one."""
+    """Return the stretches in order of their first call; a chunk that stays on the device has one."""
     found: list[Stretch] = []
     current: dict[int, Stretch] = {}
     for call in artefact_calls(module):
@@ -96,8 +97,8 @@ def _stretches(module: fx.GraphModule, places: Places, chunks: ChunkBinding) -> 
                 current[chunk] = Stretch(chunk, [])
                 found.append(current[chunk])
             current[chunk].calls.append(call)
-        if not all(is_persistent(chunks, chunk) for chunk in used):
-            current = {c: stretch for c, stretch in current.items() if c in used or is_persistent(chunks, c)}
+        if not all(is_resident(chunks, chunk) for chunk in used):
+            current = {c: stretch for c, stretch in current.items() if c in used or is_resident(chunks, c)}
     return found
 
 
@@ -109,11 +110,11 @@ def _serve(module: fx.GraphModule, stretch: Stretch, places: Places, chunks: Chu
         for argument in pack.all_input_nodes
         if argument in places and places[argument][0] == stretch.chunk
     }
-    persistent = is_persistent(chunks, stretch.chunk)
+    resident = is_resident(chunks, stretch.chunk)
     slots = tuple(sorted(set(wanted.values())))
     segment = segment_of(stretch.calls[0])
-    target = ops.bind if persistent else ops.wait
-    first = ChunkCall(target, stretch.chunk, "compute", segment, slots=slots, has_buffer=not persistent)
+    target = ops.bind if resident else ops.wait
+    first = ChunkCall(target, stretch.chunk, "compute", segment, slots=slots, has_buffer=not resident)
     with module.graph.inserting_before(packs[0]):
         views = first.write(module)
         items = {}
@@ -123,7 +124,7 @@ def _serve(module: fx.GraphModule, stretch: Stretch, places: Places, chunks: Chu
         items[slot].meta.setdefault("chunk_view", stretch.chunk)
         for pack in packs:
             pack.replace_input_with(argument, items[slot])
-    if not persistent:
+    if not resident:
         with module.graph.inserting_after(stretch.calls[-1]):
             ChunkCall(ops.release, stretch.chunk, "compute", segment_of(stretch.calls[-1])).write(module)
 

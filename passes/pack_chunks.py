@@ -35,7 +35,10 @@ class Group:
 
 
 def pack_chunks(
-    parameters: Sequence[ParameterSpec], first_uses: Iterable[Sequence[int]], capacity: int | None = None
+    parameters: Sequence[ParameterSpec],
+    first_uses: Iterable[Sequence[int]],
+    capacity: int | None = None,
+    ranks: int = 1,
 ) -> ChunkLayout:
     """Return the layout of ``parameters``.
 
@@ -43,6 +46,7 @@ def pack_chunks(
         parameters: All parameters of the model, in module order.
         first_uses: Per segment, in execution order, the parameters that it uses (by index); later uses are ignored.
         capacity: Bytes of a chunk; None for the grid search.
+        ranks: Every chunk is padded so that this many aligned shards of equal size make it up.
     """
     groups = _groups(parameters, first_uses)
     sizes = [_group_numel(parameters, group) * dtype_bytes(group.dtype) for group in groups]
@@ -50,7 +54,7 @@ def pack_chunks(
         capacity = choose_capacity(sizes)
     chunks: list[Chunk] = []
     for members in _gather(groups, sizes, capacity):
-        chunks.append(_chunk(len(chunks), parameters, members))
+        chunks.append(_chunk(len(chunks), parameters, members, ranks))
     place_of: list[tuple[int, int]] = [(-1, -1)] * len(parameters)
     for chunk in chunks:
         for number, slot in enumerate(chunk.slots):
@@ -119,11 +123,12 @@ def _group_numel(parameters: Sequence[ParameterSpec], group: Group) -> int:
     return sum(_aligned(parameters[index].numel, group.dtype) for index in group.parameters)
 
 
-def _chunk(index: int, parameters: Sequence[ParameterSpec], groups: Sequence[Group]) -> Chunk:
+def _chunk(index: int, parameters: Sequence[ParameterSpec], groups: Sequence[Group], ranks: int) -> Chunk:
     dtype = groups[0].dtype
     slots, offset = [], 0
     for number in itertools.chain.from_iterable(group.parameters for group in groups):
         spec = parameters[number]
         slots.append(Slot(number, offset, spec.numel, spec.shape))
         offset += _aligned(spec.numel, dtype)
-    return Chunk(index, dtype, groups[0].trainable, max(offset, _aligned(1, dtype)), tuple(slots))
+    shard = max(_aligned(-(-offset // ranks), dtype), _aligned(1, dtype))
+    return Chunk(index, dtype, groups[0].trainable, ranks * shard, tuple(slots))

@@ -106,6 +106,16 @@ def is_persistent(chunks: ChunkBinding, chunk: int) -> bool:
     return chunks.residency[chunk] == "persistent"
 
 
+def is_resident(chunks: ChunkBinding, chunk: int) -> bool:
+    """Whether the chunk's whole parameters stay on the device: it takes no chunk buffer to use them."""
+    return is_persistent(chunks, chunk) and (chunks.sharding is None or chunks.sharding[chunk] != "parameters")
+
+
+def keeps_gradient(chunks: ChunkBinding, chunk: int) -> bool:
+    """Whether the device has storage for the chunk's whole gradient: it takes no chunk buffer to collect it."""
+    return is_persistent(chunks, chunk) and (chunks.sharding is None or chunks.sharding[chunk] == "states")
+
+
 def segment_of(node: fx.Node) -> int:
     """Return the segment that an operation belongs to."""
     operation = operation_of(node)

@@ -6,9 +6,12 @@
 * chunks take standard buffers of which there are as many as the plan says, or their own (4)
 * gradients go collect, [offload,] update, once per trainable chunk; nothing reads the parameters after that (3, 5)
 * every operation has a row in ``effects``
+* a chunk that ranks share is used only where it has been gathered, and its gradient is reduced before it leaves or is
+  used (1, 5); that the ranks' sequences are the same is checked when they compile (8, see ``schedule_digest``)
 
 Whether streams and events keep that order too, within a graph and from step to step, is ``verify_order``'s part. Before
-``place`` has decided the buffers, chunks take none, and only the order within the graph is checked.
+``place`` has decided the buffers, chunks take none, and only the order within the graph is checked; so it is of chunks
+that ranks share, whose events ``verify_order`` does not know.
 """
 
 from __future__ import annotations
@@ -44,11 +47,14 @@ def verify_chunks(schedule: Schedule, where: str) -> None:
                 fail_at(where, name, node, "has no row in the table of effects")
     operations = schedule_operations(schedule)
     left: Contents = {}
+    whole: frozenset[int] = frozenset()
     for name in ("inference", "forward", "backward"):
         if name in operations:
             walk = _Walk(where, name, schedule.chunks, dict(left) if name == "backward" else {})
-            left = walk.run(operations[name])
-    if not any(each.call.buffer == NO_BUFFER for found in operations.values() for each in found):
+            walk.divided, walk.gathered = schedule.divided, set(whole) if name == "backward" else set()
+            left, whole = walk.run(operations[name]), frozenset(walk.gathered)
+    placed = not any(each.call.buffer == NO_BUFFER for found in operations.values() for each in found)
+    if placed and schedule.chunks.sharding is None:
         verify_order(schedule, where, operations)
 
 
@@ -62,7 +68,11 @@ class _Gradient:
 
 
 class _Walk:
-    """What is known at one point of a graph: what buffers hold, which chunks stay in one, what became of gradients."""
+    """What is known at one point of a graph: what buffers hold, which chunks stay in one, what became of gradients.
+
+    Once collectives are written (``divided``): ``shards`` are the buffers with this rank's shard only, ``gathered`` the
+    chunks whole on the device.
+    """
 
     def __init__(self, where: str, graph: str, chunks: ChunkBinding, contents: Contents) -> None:
         self.where = where
@@ -72,6 +82,9 @@ class _Walk:
         self.stays: dict[int, fx.Node] = {}
         self.tenant: dict[int, int] = {}
         self.gradients: dict[int, _Gradient] = {}
+        self.divided = False
+        self.shards: set[int] = set()
+        self.gathered: set[int] = set()
 
     def run(self, operations: Sequence[Operation]) -> Contents:
         """Walk the graph; return what the buffers hold at its end."""
@@ -104,7 +117,7 @@ class _Walk:
             return
         own = self.chunks.buffers + chunk
         right = buffer == own if self.chunks.residency[chunk] == "split" else 0 <= buffer < self.chunks.buffers
-        if not right or is_persistent(self.chunks, chunk):
+        if not right or (is_persistent(self.chunks, chunk) and self.chunks.sharding is None):
             self._fail(operation.node, f"uses buffer {buffer}, which is not for {self.chunks.residency[chunk]} chunks")
 
     def _prefetch(self, node: fx.Node, chunk: int, buffer: int) -> None:
@@ -115,10 +128,28 @@ class _Walk:
             gradient = self.gradients[chunk]
             self._fail(node, f"fetches the chunk after its gradient was {gradient.state}", gradient.node)
         self.contents[buffer] = chunk
+        if self.divided:
+            self.shards.add(buffer)
+
+    def _all_gather(self, node: fx.Node, chunk: int, buffer: int | None) -> None:
+        if buffer is None:
+            self.gathered.add(chunk)
+            return
+        if is_persistent(self.chunks, chunk):
+            self._prefetch(node, chunk, buffer)  # its shard is on the device
+        if self.contents.get(buffer) != chunk or buffer not in self.shards:
+            self._fail(node, f"gathers in buffer {buffer}, which has no shard of it")
+        self.shards.discard(buffer)
+
+    def _bind(self, node: fx.Node, chunk: int, _: int | None) -> None:
+        if self.divided and chunk not in self.gathered:
+            self._fail(node, "uses the chunk before it is gathered")
 
     def _wait(self, node: fx.Node, chunk: int, buffer: int) -> None:
         if buffer != NO_BUFFER and self.contents.get(buffer) != chunk:
             self._fail(node, f"waits for a chunk that nothing brought into buffer {buffer}")
+        if buffer in self.shards:
+            self._fail(node, f"uses the chunk before it is gathered in buffer {buffer}")
         self._take(node, chunk, buffer, "uses")
 
     def _take(self, node: fx.Node, chunk: int, buffer: int, what: str) -> None:
@@ -152,16 +183,29 @@ class _Walk:
             self._take(node, chunk, buffer, "writes gradients into")
             self.contents.pop(buffer, None)
 
+    def _reduce_scatter(self, node: fx.Node, chunk: int, buffer: int | None) -> None:
+        gradient = self.gradients.get(chunk)
+        there = buffer is None or self.tenant.get(buffer) == chunk
+        if gradient is None or gradient.state != "collected" or not there:
+            self._fail(node, "reduces gradients that were not collected there")
+            return
+        self.gradients[chunk] = dataclasses.replace(gradient, state="reduced", node=node)
+
     def _offload(self, node: fx.Node, chunk: int, buffer: int) -> None:
         gradient = self.gradients.get(chunk)
-        if gradient is None or gradient.state != "collected":
+        if gradient is None or gradient.state != self._complete:
             self._fail(node, f"offloads gradients that buffer {buffer} does not hold")
             return
         self._leave(node, chunk, buffer, "offloads")
         self.gradients[chunk] = dataclasses.replace(gradient, state="offloaded", node=node)
 
+    @property
+    def _complete(self) -> str:
+        """The state of a gradient that may leave or be used."""
+        return "reduced" if self.divided else "collected"
+
     def _update(self, node: fx.Node, chunk: int, _: int | None) -> None:
-        expected = "collected" if is_persistent(self.chunks, chunk) else "offloaded"
+        expected = self._complete if is_persistent(self.chunks, chunk) else "offloaded"
         gradient = self.gradients.get(chunk)
         if gradient is None or gradient.state != expected:
             state = "not there" if gradient is None else gradient.state
@@ -178,6 +222,9 @@ def _slots(node: fx.Node) -> tuple[int, ...]:
 
 
 _VISITS: dict[Callable[..., Any], Callable[[_Walk, fx.Node, int, Any], None]] = {
+    ops.all_gather: _Walk._all_gather,
+    ops.reduce_scatter: _Walk._reduce_scatter,
+    ops.bind: _Walk._bind,
     ops.prefetch: _Walk._prefetch,
     ops.wait: _Walk._wait,
     ops.release: _Walk._release,

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from protrain_compile.shards import Sharding
 from protrain_compile.sizes import dtype_bytes
 
 Residency = Literal["persistent", "offloaded", "split"]
@@ -103,6 +104,24 @@ class ChunkLayout:
         """Bytes of the largest chunk; 0 without chunks."""
         return max((chunk.size_bytes for chunk in self.chunks), default=0)
 
+    def shard(self, rank: int, ranks: int) -> ChunkLayout:
+        """Return what lies on one of ``ranks`` ranks: the same chunks and slots, cut to the rank's shards.
+
+        A slot keeps its number and the shape of its parameter; ``numel`` is what of it lies here, perhaps nothing.
+        """
+        chunks = tuple(_cut_chunk(chunk, rank, ranks) for chunk in self.chunks)
+        return dataclasses.replace(self, chunks=chunks)
+
+
+def _cut_chunk(chunk: Chunk, rank: int, ranks: int) -> Chunk:
+    numel = chunk.numel // ranks
+    assert numel * ranks == chunk.numel, f"chunk {chunk.index} does not divide into {ranks} shards"
+    slots = []
+    for slot in chunk.slots:
+        begin, end = (min(max(at - rank * numel, 0), numel) for at in (slot.offset, slot.offset + slot.numel))
+        slots.append(dataclasses.replace(slot, offset=begin, numel=end - begin))
+    return dataclasses.replace(chunk, numel=numel, slots=tuple(slots))
+
 
 @dataclasses.dataclass(frozen=True)
 class ChunkBinding:
@@ -114,6 +133,8 @@ class ChunkBinding:
         buffers: How many standard chunk buffers there are.
         place_of: Chunk and slot of the graph inputs that are managed, by position among the forward's arguments.
         gathered: Positions that this graph reads in another type than their chunk has: gathered from the exact values.
+        ranks: How many ranks share each chunk.
+        sharding: Per chunk, what is divided among the ranks; None for one rank.
     """
 
     layout: ChunkLayout
@@ -121,8 +142,11 @@ class ChunkBinding:
     buffers: int
     place_of: dict[int, tuple[int, int]]
     gathered: frozenset[int] = frozenset()
+    ranks: int = 1
+    sharding: tuple[Sharding, ...] | None = None
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """Equal for bindings that one schedule can serve."""
-        return (self.layout, self.residency, self.buffers, tuple(self.place_of.items()), self.gathered)
+        places = tuple(self.place_of.items())
+        return (self.layout, self.residency, self.buffers, places, self.gathered, self.ranks, self.sharding)

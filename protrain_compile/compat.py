@@ -7,6 +7,7 @@ a new version moves or changes it.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -301,3 +302,24 @@ def cuda_driver_version() -> int:
     """Return the version of the CUDA driver, such as 13000; 0 where there is none."""
     version: Any = getattr(torch._C, "_cuda_getDriverVersion", int)
     return int(version()) if torch.cuda.is_available() else 0
+
+
+def all_gather_into(whole: torch.Tensor, shard: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+    """Fill ``whole`` from every rank's ``shard``; torch 2.13 has another name for it."""
+    distributed: Any = torch.distributed
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(whole, shard, group=group)
+
+
+def reduce_scatter_into(shard: torch.Tensor, whole: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+    """Sum every rank's ``whole``; write this rank's part to ``shard``. torch 2.13 has another name for it."""
+    distributed: Any = torch.distributed
+    reduce = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+    reduce(shard, whole, group=group)
+
+
+def group_timeout(group: torch.distributed.ProcessGroup, device: torch.device) -> datetime.timedelta | None:
+    """Return how long a rank waits in a collective of ``group``; None if the group does not say."""
+    options: Any = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, datetime.timedelta) else None

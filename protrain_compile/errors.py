@@ -33,6 +33,10 @@ class ContextError(ProtrainError, RuntimeError):
     """A backward whose forward context is gone, or was changed since the forward."""
 
 
+class RankError(ProtrainError, RuntimeError):
+    """Ranks that differ where they must be equal, or a rank that waited in vain for the others."""
+
+
 class DoorError(ProtrainError, RuntimeError):
     """Something was read, written or called at a moment when eager and the schedule would differ."""
 

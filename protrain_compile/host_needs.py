@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 from passes.pack_chunks import pack_chunks
 from protrain_compile.chunks import ParameterSpec, Residency
-from protrain_compile.packing import Preparation, store_spec
+from protrain_compile.packing import Preparation, store_spec, where_chunks_live
 from protrain_compile.plan import Plan
-from protrain_compile.planner import choose_residency
 from protrain_compile.update_book import UpdateBook
 
 
@@ -29,10 +28,11 @@ def host_needs(specs: Sequence[ParameterSpec], preparation: Preparation, book: U
         unloaded_bytes: Bytes of parameters on ``meta``, which are allocated on the host before they are packed.
     """
     plan = preparation.plan or Plan.uniform()
-    layout = pack_chunks(specs, guess_segments(specs), plan.chunk_bytes)
+    ranks = 1 if preparation.ranks is None else preparation.ranks.size
+    layout = pack_chunks(specs, guess_segments(specs), plan.chunk_bytes, ranks)
     if plan.residency is not None:
         plan = dataclasses.replace(plan, residency=_stretched(plan.residency, len(layout.chunks)))
-    residency = choose_residency(layout, plan, preparation.free_bytes(), book.state_bytes)
+    residency, _ = where_chunks_live(layout, plan, preparation, book)
     spec = store_spec(layout, residency, preparation, book)
     return max(spec.most_host_bytes(), spec.packing_bytes() + unloaded_bytes)
 

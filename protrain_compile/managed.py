@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,19 @@ from torch import nn
 from protrain_compile.chunks import ChunkBinding, ChunkLayout, ParameterSpec
 from protrain_compile.errors import DoorError
 from protrain_compile.guards import manage
-from protrain_compile.packing import Preparation, decide
+from protrain_compile.packing import Packing, Preparation, decide
 from protrain_compile.plan import Plan
 from protrain_compile.residency import ChunkResidency, SegmentsOf
 from protrain_compile.runtime.chunk_store import ChunkStore
 from protrain_compile.runtime.host_worker import HostWorker
+from protrain_compile.runtime.sharded_store import ShardedStore
 from protrain_compile.runtime.streams import make_streams
 from protrain_compile.runtime.swap import SwapSpace
+from protrain_compile.schedule import Schedule
+from protrain_compile.schedule_digest import collective_lines
+from protrain_compile.sharded_residency import ShardedResidency
+from protrain_compile.shards import Sharding
+from protrain_compile.shared_gradients import SharedGradients
 from protrain_compile.update_book import UpdateBook
 from protrain_compile.update_guard import UpdateGuard
 from protrain_compile.updates.definition import Segment
@@ -60,6 +66,9 @@ class ManagedModel:
         self.gradients: WaitingGradients | None = None
         self.versions: list[int] = []
         self.buffers = 0
+        self._sharding: tuple[Sharding, ...] | None = None
+        self._agreed: dict[Hashable, Plan] = {}
+        self._agreed_lines: set[tuple[str, ...]] = set()
         self.guard = UpdateGuard(
             clips=preparation.max_grad_norm is not None,
             micro_batches=preparation.micro_batches,
@@ -75,6 +84,31 @@ class ManagedModel:
             manage(parameter, self, index)
 
     # ---- packing and binding -----------------------------------------------------------------------------------
+
+    def agreed_plan(self, plan: Plan, graph: Hashable) -> Plan:
+        """Return the plan that every rank follows for a graph: rank 0's, told when the graph is first met.
+
+        Args:
+            plan: What this rank would follow.
+            graph: What tells graphs apart. A rank may compile one anew alone, for another length: it asks nobody.
+        """
+        if self.preparation.ranks is None:
+            return plan
+        if graph not in self._agreed:
+            text = self.preparation.ranks.first(plan.to_json(), "the plan of rank 0")
+            self._agreed[graph] = Plan.from_json(text)
+        return self._agreed[graph]
+
+    def compiled(self, schedule: Schedule) -> None:
+        """Check that every rank has this schedule's chunks and collectives.
+
+        Raises:
+            RankError: On every rank, if they differ.
+        """
+        ranks, lines = self.preparation.ranks, tuple(collective_lines(schedule))
+        if ranks is not None and lines not in self._agreed_lines:
+            ranks.agree(lines, "the schedule")
+            self._agreed_lines.add(lines)
 
     def bind(
         self,
@@ -101,33 +135,54 @@ class ManagedModel:
             self._move_in(self.packed.store)
         assert self.layout is not None
         assert self.residency is not None
-        spec = self.residency.store.spec
+        spec, ranks = self.residency.store.spec, self.preparation.ranks
         place_of = {position: self.layout.place_of[index] for position, index in places.items()}
         chunks = self.layout.chunks
         gathered = frozenset(i for i, (chunk, _) in place_of.items() if chunks[chunk].dtype != read_as[i])
-        return ChunkBinding(self.layout, spec.residency, self.buffers, place_of, gathered)
+        return ChunkBinding(
+            self.layout,
+            spec.residency,
+            self.buffers,
+            place_of,
+            gathered,
+            ranks=1 if ranks is None else ranks.size,
+            sharding=self._sharding,
+        )
 
     def _allocate(self, first_uses: Sequence[Sequence[int]], plan: Plan, read_as: dict[int, torch.dtype]) -> None:
         """Decide how the model is packed, and allocate all but moments; an error leaves everything as it was."""
         packing = decide(self.specs, first_uses, read_as, plan, self.preparation, self.book)
         versions = [0] * len(packing.layout.chunks)
         with contextlib.ExitStack() as undo:
-            store = ChunkStore(packing.spec, self.preparation.host_budget)
-            undo.callback(store.close)
-            worker = HostWorker()
-            undo.callback(worker.close)
-            residency = ChunkResidency(
-                store,
-                make_streams(self.preparation.device),
-                worker,
-                packing.buffers,
-                _segments_of(self.book, versions, packing.layout),
-                measures_norms=self.preparation.max_grad_norm is not None,
-            )
+            residency = self._make_residency(packing, versions, undo)
             undo.pop_all()
         self.layout, self.buffers, self.versions = packing.layout, packing.buffers, versions
         self.residency = residency
-        self.gradients = WaitingGradients(self.specs, self.parameters, residency, self.guard)
+        if isinstance(residency, ShardedResidency):
+            self._sharding = residency.store.division.sharding
+            self.gradients = SharedGradients(self.specs, self.parameters, residency, self.guard)
+        else:
+            self.gradients = WaitingGradients(self.specs, self.parameters, residency, self.guard)
+
+    def _make_residency(
+        self, packing: Packing, versions: list[int], undo: contextlib.ExitStack
+    ) -> ChunkResidency | ShardedResidency:
+        preparation, spec = self.preparation, packing.spec
+        segments_of = _segments_of(self.book, versions, spec.layout)
+        measures_norms = preparation.max_grad_norm is not None
+        store = ChunkStore(spec, preparation.host_budget) if packing.division is None else self._make_shards(packing)
+        undo.callback(store.close)
+        worker = HostWorker()
+        undo.callback(worker.close)
+        streams, buffers = make_streams(preparation.device), packing.buffers
+        if isinstance(store, ShardedStore):
+            return ShardedResidency(store, streams, worker, buffers, segments_of, measures_norms=measures_norms)
+        return ChunkResidency(store, streams, worker, buffers, segments_of, measures_norms=measures_norms)
+
+    def _make_shards(self, packing: Packing) -> ShardedStore:
+        assert packing.division is not None
+        assert self.preparation.ranks is not None
+        return ShardedStore(packing.spec, packing.division, self.preparation.ranks, self.preparation.host_budget)
 
     def _move_in(self, store: ChunkStore) -> None:
         """Write the originals into their chunks, freeing each, then the optimizer's states.
@@ -161,10 +216,12 @@ class ManagedModel:
         self._check_accumulates(context)
         self._waiting_forwards.discard(context)
         alone = not keep and all(each.consumed for each in self._waiting_forwards)
-        residency.updated.clear()
+        assert self.gradients is not None
+        self.gradients.take_back()
         waiting = bool(residency.pending)
-        residency.mode = self.guard.mode_of_backward(alone=alone, waiting=waiting, rules=self.book.rules())
-        if residency.mode == "in_backward" and not waiting and self.preparation.micro_batches == 1:
+        mode = self.guard.mode_of_backward(alone=alone, waiting=waiting, rules=self.book.rules())
+        residency.begin_backward(mode, last=not self.guard.expects_more)
+        if mode == "in_backward" and not waiting and self.preparation.micro_batches == 1:
             residency.release_accumulators()
 
     def _check_accumulates(self, context: Any) -> None:

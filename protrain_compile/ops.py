@@ -83,6 +83,18 @@ class SwapOperations(Protocol):
         ...
 
 
+class RankOperations(ChunkOperations, Protocol):
+    """Who carries out the operations on chunks that ranks share: every rank owns a shard of each."""
+
+    def all_gather(self, chunk: int, buffer: int | None) -> None:
+        """Start gathering every rank's shard of the parameters: in the buffer, or of a chunk whole on the device."""
+        ...
+
+    def reduce_scatter(self, chunk: int, buffer: int | None) -> None:
+        """Start averaging the collected gradient over ranks; each rank keeps its shard of the mean."""
+        ...
+
+
 def bind(residency: ChunkOperations, *, chunk: int, slots: tuple[int, ...], stream: str) -> tuple[torch.Tensor, ...]:
     """See :meth:`ChunkOperations.bind`."""
     return residency.bind(chunk, slots)
@@ -156,3 +168,13 @@ def reload(swap: SwapOperations, swapped: Any, *, segment: int, stream: str) -> 
 def wait_reload(swap: SwapOperations, reloaded: Any, *, segment: int, stream: str) -> tuple[torch.Tensor, ...]:
     """See :meth:`SwapOperations.wait_reload`."""
     return swap.wait_reload(reloaded)
+
+
+def all_gather(residency: RankOperations, *, chunk: int, buffer: int | None = None, stream: str) -> None:
+    """See :meth:`RankOperations.all_gather`."""
+    residency.all_gather(chunk, buffer)
+
+
+def reduce_scatter(residency: RankOperations, *, chunk: int, buffer: int | None = None, stream: str) -> None:
+    """See :meth:`RankOperations.reduce_scatter`."""
+    residency.reduce_scatter(chunk, buffer)

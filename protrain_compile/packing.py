@@ -12,12 +12,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from passes.pack_chunks import pack_chunks
-from protrain_compile.chunks import ChunkLayout, ParameterSpec, Residency
+from protrain_compile.chunks import Chunk, ChunkLayout, ParameterSpec, Residency
 from protrain_compile.plan import Plan
 from protrain_compile.planner import choose_residency, default_buffers
 from protrain_compile.runtime.chunk_store import StoreSpec
 from protrain_compile.runtime.host_budget import HostBudget
+from protrain_compile.runtime.ranks import Ranks
+from protrain_compile.runtime.sharded_store import Division
 from protrain_compile.shape_reader import Training
+from protrain_compile.sharding_rule import choose_sharding, device_bytes
+from protrain_compile.shards import Sharding, allowed_sharding
 from protrain_compile.update_book import UpdateBook
 
 LANDINGS = 4
@@ -38,6 +42,7 @@ class Preparation:
             chunk's own.
         max_grad_norm: Clipping; None for none declared.
         plan: The plan to follow, or None.
+        ranks: The ranks that share the model; None for one.
     """
 
     device: torch.device
@@ -47,9 +52,14 @@ class Preparation:
     max_grad_norm: float | None
     plan: Plan | None
     accumulation_dtype: torch.dtype = torch.float32
+    ranks: Ranks | None = None
 
     def free_bytes(self) -> int | None:
-        """Return the device memory that may be used now; None where nothing bounds it."""
+        """Return the device memory that may be used now, the least of all ranks; None where nothing bounds it."""
+        here = self._free_here()
+        return here if self.ranks is None else self.ranks.least(here, "the free device memory")
+
+    def _free_here(self) -> int | None:
         if self.memory_budget is not None:
             return self.memory_budget
         if self.device.type != "cuda":
@@ -64,15 +74,17 @@ class Packing:
     Attributes:
         spec: What the chunk store has to hold.
         buffers: How many standard chunk buffers there are.
+        division: How the chunks are divided, where ranks share them; ``spec`` is then about this rank's shards.
     """
 
     spec: StoreSpec
     buffers: int
+    division: Division | None = None
 
     @property
     def layout(self) -> ChunkLayout:
-        """The chunks."""
-        return self.spec.layout
+        """The whole chunks."""
+        return self.spec.layout if self.division is None else self.division.layout
 
 
 def decide(
@@ -96,10 +108,15 @@ def decide(
     Raises:
         PlanError: If the plan is for another number of chunks.
     """
-    layout = lay_out(specs, first_uses, read_as, plan.chunk_bytes)
-    residency = choose_residency(layout, plan, preparation.free_bytes(), book.state_bytes)
+    ranks = preparation.ranks
+    layout = lay_out(specs, first_uses, read_as, plan.chunk_bytes, 1 if ranks is None else ranks.size)
+    residency, wish = where_chunks_live(layout, plan, preparation, book)
+    division = None
+    if wish is not None:
+        sharding = plan.fit_sharding(residency) or tuple(allowed_sharding(each, wish) for each in residency)
+        division = Division(layout, sharding)
     spec = store_spec(layout, residency, preparation, book, hoisted=_is_hoisted(layout, specs))
-    return Packing(spec, plan.buffers or default_buffers(residency))
+    return Packing(spec, plan.buffers or default_buffers(residency), division)
 
 
 def lay_out(
@@ -107,10 +124,29 @@ def lay_out(
     first_uses: Sequence[Sequence[int]],
     read_as: Mapping[int, torch.dtype],
     chunk_bytes: int | None = None,
+    ranks: int = 1,
 ) -> ChunkLayout:
     """Return the chunks of a model, which hold parameters as the graph reads them; see ``decide``."""
     travelling = [dataclasses.replace(spec, dtype=read_as.get(index, spec.dtype)) for index, spec in enumerate(specs)]
-    return pack_chunks(travelling, first_uses, chunk_bytes)
+    return pack_chunks(travelling, first_uses, chunk_bytes, ranks)
+
+
+def where_chunks_live(
+    layout: ChunkLayout, plan: Plan, preparation: Preparation, book: UpdateBook
+) -> tuple[tuple[Residency, ...], Sharding | None]:
+    """Return the residency of every chunk, and what ranks that share them should divide of the persistent ones."""
+    free_bytes, ranks = preparation.free_bytes(), preparation.ranks
+    if ranks is None:
+        return choose_residency(layout, plan, free_bytes, book.state_bytes), None
+    accumulates = preparation.micro_batches > 1
+    wish = plan.uniform_sharding or choose_sharding(
+        layout, ranks.size, free_bytes, book.state_bytes, accumulates=accumulates
+    )
+
+    def bytes_beside(chunk: Chunk) -> int:
+        return device_bytes(chunk, book.state_bytes(chunk), wish, ranks.size) - chunk.size_bytes
+
+    return choose_residency(layout, plan, free_bytes, bytes_beside), wish
 
 
 def training_of(
@@ -159,16 +195,17 @@ def store_spec(
     *,
     hoisted: bool = False,
 ) -> StoreSpec:
-    """Return what a store has to hold for chunks that live so.
+    """Return what a store has to hold for chunks that live so: of this rank's shards, where ranks share them.
 
     Gradients of 16-bit chunks that wait beyond their landing add up in ``accumulation_dtype`` where several backwards
     before a step were declared, else in their own type, as in eager. Those of ``hoisted`` casts are fp32 parameters'.
     """
+    ranks = preparation.ranks
     host = sum(chunk.trainable and residency[chunk.index] != "persistent" for chunk in layout.chunks)
     own_landings = preparation.max_grad_norm is not None and preparation.micro_batches == 1
     adds_up = preparation.micro_batches > 1 and preparation.accumulation_dtype == torch.float32
     return StoreSpec(
-        layout=layout,
+        layout=layout if ranks is None else layout.shard(ranks.rank, ranks.size),
         residency=residency,
         kinds=tuple(book.kind_of_chunk(chunk) for chunk in layout.chunks),
         device=preparation.device,

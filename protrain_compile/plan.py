@@ -13,12 +13,13 @@ from typing import Any, Literal, cast, get_args
 
 from protrain_compile.chunks import RESIDENCIES, Residency
 from protrain_compile.errors import PlanError
+from protrain_compile.shards import SHARDINGS, Sharding, allowed_sharding
 
 Policy = Literal["keep", "recompute", "swap"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 Loss = Literal["whole", "sliced"]
 LOSSES: tuple[str, ...] = get_args(Loss)
-LISTS = ("policies", "blocks", "residency")
+LISTS = ("policies", "blocks", "residency", "sharding")
 MIN_BUFFERS = 3
 """One chunk in use, one arriving, one whose gradient is leaving."""
 
@@ -38,6 +39,8 @@ class Plan:
         chunk_bytes: Capacity of a chunk; None leaves it to packing. A block larger than this has a chunk of its own.
         loss: ``whole``, or ``sliced``: the logits exist for one slice of tokens at a time; None leaves it to the
             planner. Counts where a sliced form of the loss was found.
+        sharding: What of each chunk is divided among ranks (see ``shards``), in first-use order, or None.
+        uniform_sharding: The same for every chunk, as far as its residency allows; or None.
     """
 
     policies: tuple[Policy, ...] | None = None
@@ -48,6 +51,8 @@ class Plan:
     buffers: int | None = None
     chunk_bytes: int | None = None
     loss: Loss | None = None
+    sharding: tuple[Sharding, ...] | None = None
+    uniform_sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         """Refuse malformed plans where they are made."""
@@ -65,6 +70,7 @@ class Plan:
         if self.loss is not None and self.loss not in LOSSES:
             raise PlanError(f"plan: loss={self.loss!r}: choose one of {', '.join(LOSSES)}, or None")
         self._check_residency()
+        self._check_sharding()
 
     def _check_residency(self) -> None:
         if self.residency is not None and self.uniform_residency is not None:
@@ -77,13 +83,23 @@ class Plan:
         if self.chunk_bytes is not None and (not isinstance(self.chunk_bytes, int) or self.chunk_bytes < 1):
             raise PlanError(f"plan: chunk_bytes must be a positive number of bytes, got {self.chunk_bytes!r}")
 
+    def _check_sharding(self) -> None:
+        if self.sharding is not None and self.uniform_sharding is not None:
+            raise PlanError("plan: give sharding (one per chunk) or uniform_sharding, not both")
+        for sharding in self.sharding or (self.uniform_sharding,):
+            if sharding is not None and sharding not in SHARDINGS:
+                raise PlanError(f"plan: unknown sharding {sharding!r}; the shardings are {', '.join(SHARDINGS)}")
+
     @classmethod
-    def uniform(cls, policy: str = "keep", residency: str | None = None, loss: str | None = None) -> Plan:
-        """Return a Plan that gives ``policy`` to every block of any model, and ``residency`` to every chunk."""
+    def uniform(
+        cls, policy: str = "keep", residency: str | None = None, loss: str | None = None, sharding: str | None = None
+    ) -> Plan:
+        """Return a Plan that gives ``policy`` to every block of any model, ``residency`` and ``sharding`` to chunks."""
         return cls(
             uniform_policy=cast("Policy", policy),
             uniform_residency=cast("Residency | None", residency),
             loss=cast("Loss | None", loss),
+            uniform_sharding=cast("Sharding | None", sharding),
         )
 
     def fit_chunks(self, chunks: int) -> tuple[Residency, ...] | None:
@@ -95,11 +111,29 @@ class Plan:
         if self.uniform_residency is not None:
             return (self.uniform_residency,) * chunks
         if self.residency is not None and len(self.residency) != chunks:
-            raise PlanError(
-                f"plan has the residency of {len(self.residency)} chunks, but this model has {chunks}; "
-                "give one per chunk, or use Plan.uniform(residency=...)"
-            )
+            raise _other_length("residency", len(self.residency), chunks)
         return self.residency
+
+    def fit_sharding(self, residency: Sequence[Residency]) -> tuple[Sharding, ...] | None:
+        """Return the sharding of each chunk, or None if the Plan leaves it open.
+
+        Args:
+            residency: Of every chunk; a uniform sharding gives way to it (see ``shards.allowed_sharding``).
+
+        Raises:
+            PlanError: If the Plan was made for another number of chunks, or a chunk's residency forbids its sharding.
+        """
+        if self.uniform_sharding is not None:
+            return tuple(allowed_sharding(each, self.uniform_sharding) for each in residency)
+        if self.sharding is None:
+            return None
+        if len(self.sharding) != len(residency):
+            raise _other_length("sharding", len(self.sharding), len(residency))
+        for chunk, (lives, sharding) in enumerate(zip(residency, self.sharding, strict=True)):
+            allowed = allowed_sharding(lives, sharding)
+            if allowed != sharding:
+                raise PlanError(f"plan: chunk {chunk} is {lives}, so its sharding is {allowed}, not {sharding}")
+        return self.sharding
 
     def fit(self, block_names: Sequence[str]) -> Plan:
         """Return this Plan with one policy for each of ``block_names``; where it leaves policies open, keep.
@@ -161,3 +195,10 @@ class Plan:
                 raise PlanError(f"plan: {name} must be a list of strings")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return cls(**values)
+
+
+def _other_length(what: str, given: int, chunks: int) -> PlanError:
+    return PlanError(
+        f"plan has the {what} of {given} chunks, but this model has {chunks}; "
+        f"give one per chunk, or use Plan.uniform({what}=...)"
+    )

@@ -6,12 +6,14 @@ call of the compiled model packs them into chunks (see ``managed``), reading eac
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from protrain_compile.byte_text import parse_size
@@ -19,6 +21,7 @@ from protrain_compile.chunks import ParameterSpec
 from protrain_compile.errors import OptionError
 from protrain_compile.guards import ManagedParameter
 from protrain_compile.host_needs import host_needs
+from protrain_compile.joining import join_ranks
 from protrain_compile.managed import ManagedModel
 from protrain_compile.materialize import materialize
 from protrain_compile.optimizer import ManagedOptimizer, manage_optimizer
@@ -45,6 +48,7 @@ def prepare(
     device: torch.device | str | None = None,
     plan: Plan | str | dict[str, Any] | None = None,
     init: Init | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, Optimizer]:
     """Take over a model's parameters and its optimizer's states; compile it with backend="protrain" afterwards.
 
@@ -62,6 +66,11 @@ def prepare(
         plan: A Plan (or its JSON) for residency and policies; default: planned.
         init: For a model on ``meta``: a function that is called with every module that owns such parameters, after its
             own were allocated on the host; or the path of a safetensors file (or a folder of them) to load by name.
+        mesh: Where torch.distributed is initialised, the ranks that share the model; default: all of them. Two
+            dimensions are hybrid sharding: the model is divided along the second and replicated along the first.
+
+    With several ranks this is a collective call, as are reading a parameter, a gradient or an optimizer state: every
+    rank does it, and each gets the whole. All ranks start from rank 0's parameters and buffers, as with DDP.
 
     Returns:
         The same model and the same optimizer object.
@@ -70,6 +79,7 @@ def prepare(
         OptionError: If an argument cannot be used; nothing is changed then. The message names the argument.
         HostMemoryError: If host memory will not suffice; nothing is changed then. The message names what is needed and
             what is available.
+        RankError: If ranks differ in their models or arguments; the message shows the first difference.
     """
     _check_arguments(model, optimizer)
     preparation = Preparation(
@@ -81,10 +91,14 @@ def prepare(
         plan=None if plan is None else parse_plan(plan),
         accumulation_dtype=_accumulation_dtype(model, gradient_accumulation_dtype),
     )
+    ranks = join_ranks(model, optimizer, preparation, mesh)
+    preparation = dataclasses.replace(preparation, ranks=ranks)
     named = list(model.named_parameters())
     book = UpdateBook(optimizer, _groups(named, optimizer), [parameter.dtype for _, parameter in named])
     _require_host_memory(named, preparation, book)
     materialize(model, init)
+    if ranks is not None:
+        ranks.from_first([*model.named_parameters(), *model.named_buffers()])
     for index, (_, parameter) in enumerate(named):
         book.give(index, optimizer.state.get(parameter, {}), None)
     _move_buffers(model, preparation.device)

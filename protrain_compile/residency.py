@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from protrain_compile.chunks import Chunk, ChunkLayout
 from protrain_compile.runtime.chunk_store import ChunkStore
 from protrain_compile.runtime.host_worker import HostWorker
 from protrain_compile.runtime.streams import Event, Streams
@@ -71,6 +72,7 @@ class ChunkResidency:
         segments_of: SegmentsOf,
         *,
         measures_norms: bool,
+        layout: ChunkLayout | None = None,
     ) -> None:
         """Allocate the chunk buffers.
 
@@ -80,7 +82,8 @@ class ChunkResidency:
             worker: Runs the updates of host chunks.
             buffers: How many standard chunk buffers.
             segments_of: Says how a chunk is updated.
-            measures_norms: Whether ``collect`` measures the norm of each chunk's gradient (for clipping).
+            measures_norms: Whether the norm of each chunk's gradient is measured in the backward (for clipping).
+            layout: The whole chunks, where the store holds shards of them; by default the store's own.
         """
         self.store = store
         self.streams = streams
@@ -92,12 +95,12 @@ class ChunkResidency:
         self._segments_of = segments_of
         self._added_up = False
         self._device_updater = DeviceUpdater(streams.device)
-        layout, residency = store.spec.layout, store.spec.residency
-        moving = [chunk.size_bytes for chunk in layout.chunks if residency[chunk.index] == "offloaded"]
+        self.layout = layout = layout or store.spec.layout
+        moving = [chunk.size_bytes for chunk in layout.chunks if self._moves(chunk)]
         count = buffers if moving else 0
         self._buffers = {number: Buffer(max(moving), streams) for number in range(count)}
         for chunk in layout.chunks:
-            if residency[chunk.index] == "split":
+            if store.spec.residency[chunk.index] == "split":
                 self._buffers[buffers + chunk.index] = Buffer(chunk.size_bytes, streams)
         self._views: dict[tuple[int, int | None, tuple[int, ...]], tuple[torch.Tensor, ...]] = {}
         self._ticket = dict.fromkeys(range(len(layout.chunks)), 0)
@@ -116,7 +119,7 @@ class ChunkResidency:
     def gather(self, chunk: int, slots: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """See :meth:`protrain_compile.ops.ChunkOperations.gather`; blocks until the chunk's update has run."""
         self.settle(chunk)
-        parameters = [self.store.spec.layout.chunks[chunk].slots[slot].parameter for slot in slots]
+        parameters = [self.layout.chunks[chunk].slots[slot].parameter for slot in slots]
         return tuple(self.store.read(parameter, dtype).to(self.streams.device) for parameter in parameters)
 
     def prefetch(self, chunk: int, buffer: int) -> None:
@@ -145,16 +148,8 @@ class ChunkResidency:
             flat, fresh = self.store.gradients[chunk], not self.pending.get(chunk)
         else:
             flat, fresh = self._claim(chunk, self._buffers[buffer]), True
-        slots_of_chunk = self.store.spec.layout.chunks[chunk].slots
-        views = [flat[s.offset : s.offset + s.numel].view(s.shape) for s in (slots_of_chunk[i] for i in slots)]
-        if fresh:
-            flat.zero_()
-            torch._foreach_copy_(views, gradients)
-        else:
-            torch._foreach_add_(views, gradients)
-            self._added_up = True
-        if self.norms is not None:
-            torch.linalg.vector_norm(flat, dtype=torch.float32, out=self.norms[chunk])
+        self._write_gradients(chunk, flat, slots, gradients, fresh=fresh)
+        self._measure(chunk, flat)
 
     def offload(self, chunk: int, buffer: int) -> None:
         """See :meth:`protrain_compile.ops.ChunkOperations.offload`."""
@@ -166,7 +161,7 @@ class ChunkResidency:
         number, landing = self.store.landing(chunk, self._turn)
         self._turn += 1
         self.streams.wait_host(self.worker, self._landing_ticket[number], "d2h")
-        self.streams.copy(landing, self._flat(chunk, source), "d2h")
+        self.streams.copy(landing, self._home_in(chunk, source), "d2h")
         self.streams.record(source.left, "d2h")
         self._landed[chunk] = (number, landing, self._mark("d2h"))
         self.counters.offloaded_bytes += landing.nbytes
@@ -183,6 +178,16 @@ class ChunkResidency:
             self.apply(chunk, 1.0)
 
     # ---- updates -----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, mode: UpdateMode, *, last: bool) -> None:
+        """Begin a backward.
+
+        Args:
+            mode: When its chunks are updated.
+            last: Whether no other declared micro-batch of the step follows.
+        """
+        self.updated.clear()
+        self.mode = mode
 
     def apply(self, chunk: int, multiplier: float) -> None:
         """Update a chunk with its waiting gradient times ``multiplier``; it waits no longer."""
@@ -306,12 +311,16 @@ class ChunkResidency:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
+    def _moves(self, chunk: Chunk) -> bool:
+        """Whether a chunk or its gradient takes a chunk buffer of standard size."""
+        return self.store.spec.residency[chunk.index] == "offloaded"
+
     def _fetch(self, chunk: int, target: Buffer) -> None:
         self.streams.wait(target.read, "h2d")
         self.streams.wait(target.left, "h2d")
         self.streams.wait_host(self.worker, self._ticket[chunk], "h2d")
         source = self.store.parameters[chunk]
-        self.streams.copy(self._flat(chunk, target), source, "h2d")
+        self.streams.copy(self._home_in(chunk, target), source, "h2d")
         self.streams.record(target.arrival, "h2d")
         if chunk in self.pending:
             self._fetched[chunk] = self._mark("h2d")
@@ -331,15 +340,40 @@ class ChunkResidency:
         target.holder = None
         return self._flat(chunk, target)
 
+    def _write_gradients(
+        self, chunk: int, flat: torch.Tensor, slots: tuple[int, ...], gradients: list[Any], *, fresh: bool
+    ) -> None:
+        """Write gradients into a flat one, or add them to it."""
+        places = [self.layout.chunks[chunk].slots[i] for i in slots]
+        views = [flat[s.offset : s.offset + s.numel].view(s.shape) for s in places]
+        if fresh:
+            flat.zero_()
+            torch._foreach_copy_(views, gradients)
+        else:
+            torch._foreach_add_(views, gradients)
+            self._added_up = True
+
+    def _measure(self, chunk: int, flat: torch.Tensor) -> None:
+        if self.norms is not None:
+            torch.linalg.vector_norm(flat, dtype=torch.float32, out=self.norms[chunk])
+
     def _flat(self, chunk: int, buffer: Buffer) -> torch.Tensor:
-        layout = self.store.spec.layout.chunks[chunk]
+        layout = self.layout.chunks[chunk]
         return buffer.bytes[: layout.size_bytes].view(layout.dtype)
+
+    def _home_in(self, chunk: int, buffer: Buffer) -> torch.Tensor:
+        """Return the part of a buffer that crosses the link: all of the chunk."""
+        return self._flat(chunk, buffer)
+
+    def _resident(self, chunk: int) -> torch.Tensor:
+        """Return the parameters of a chunk that stays on the device."""
+        return self.store.parameters[chunk]
 
     def _views_of(self, chunk: int, buffer: int | None, slots: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         key = (chunk, buffer, slots)
         if key not in self._views:
-            flat = self.store.parameters[chunk] if buffer is None else self._flat(chunk, self._buffers[buffer])
-            places = [self.store.spec.layout.chunks[chunk].slots[i] for i in slots]
+            flat = self._resident(chunk) if buffer is None else self._flat(chunk, self._buffers[buffer])
+            places = [self.layout.chunks[chunk].slots[i] for i in slots]
             self._views[key] = tuple(flat[s.offset : s.offset + s.numel].view(s.shape) for s in places)
         return self._views[key]
 

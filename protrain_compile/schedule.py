@@ -68,6 +68,7 @@ class Schedule:
         chunks: How the parameters lie in chunks, for a prepared model; its graphs take the residency first.
         swapped_bytes: Host bytes of every segment that is swapped, in order; if there are any, the graphs take the
             swap space before the model's own arguments.
+        divided: Whether the collectives of shared chunks have been written.
     """
 
     program: Program
@@ -77,6 +78,7 @@ class Schedule:
     backward_inputs: BackwardInputs = BackwardInputs()
     chunks: ChunkBinding | None = None
     swapped_bytes: tuple[int, ...] = ()
+    divided: bool = False
 
     def graph_modules(self) -> dict[str, fx.GraphModule]:
         """Return the graphs that passes rewrite, by name."""

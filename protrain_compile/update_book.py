@@ -116,10 +116,9 @@ class UpdateBook:
             self._given[parameter] = dict(state)
             return
         for name, moment in self.names.items():
-            target = store.moment(parameter, moment)
             value = state.get(name)
-            if target is not None and isinstance(value, torch.Tensor):
-                target.copy_(value)
+            if isinstance(value, torch.Tensor):
+                store.write_moment(parameter, moment, value)
         master = state.get(MASTER_NAME)
         if isinstance(master, torch.Tensor) and store.has_companion(parameter):
             store.write(parameter, master)
@@ -130,9 +129,7 @@ class UpdateBook:
         self._given.pop(parameter, None)
         if store is not None:
             for name in MOMENTS:
-                moment = store.moment(parameter, name)
-                if moment is not None:
-                    moment.zero_()
+                store.write_moment(parameter, name, None)
 
     def install(self, store: ChunkStore) -> None:
         """Write the states that were given before there was a store; parameters keep their values."""
@@ -163,9 +160,9 @@ class UpdateBook:
         if not issubclass(self._type, torch.optim.SGD):
             state["step"] = torch.tensor(float(self.steps[parameter]), dtype=torch.float32)
         for name, moment in self.names.items():
-            view = store.moment(parameter, moment)
-            if view is not None and moment in kept:
-                state[name] = view.cpu().clone()
+            value = store.read_moment(parameter, moment) if moment in kept else None
+            if value is not None:
+                state[name] = value
         if self._dtypes[parameter] != torch.float32:
             state[MASTER_NAME] = store.read(parameter, torch.float32).cpu()
         return state

@@ -47,6 +47,11 @@ class UpdateGuard:
         """Whether a waiting gradient was read (and perhaps changed) by the user."""
         return self._reads_gradients
 
+    @property
+    def expects_more(self) -> bool:
+        """Whether more of the declared micro-batches follow before ``step()``."""
+        return self._window < self._micro_batches
+
     def before_forward(self) -> None:
         """Check that a forward may run.
 

@@ -69,6 +69,10 @@ class WaitingGradients:
         if not self._waits(index):
             return None
         self._guard.gradient_read(spec.name)
+        return self._hand_out(index)
+
+    def _hand_out(self, index: int) -> torch.Tensor:
+        chunk, _ = self._residency.store.spec.layout.place_of[index]
         # A storage of its own over the same memory: whoever refers to it can be counted.
         view = torch.from_dlpack(self._memory(index))  # type: ignore[attr-defined]
         assert isinstance(view, torch.Tensor)
@@ -94,6 +98,9 @@ class WaitingGradients:
             )
         else:
             current.copy_(value)
+
+    def take_back(self) -> None:
+        """Take over what was written to gradients that were handed out: nothing to do, they are views."""
 
     def drop(self, *, to_none: bool) -> None:
         """Forget what waits, as ``zero_grad()`` does; unless ``to_none``, zeros wait where eager has a gradient."""
@@ -159,8 +166,11 @@ class WaitingGradients:
         self._guard.gradient_read(name)
         if not self._waits(index):
             self._residency.wait_from_zero(*self._residency.store.spec.layout.place_of[index])
-        self._memory(index).add_(given)
+        self._add(index, given)
         _forget_own_gradient(parameter)
+
+    def _add(self, index: int, given: torch.Tensor) -> None:
+        self._memory(index).add_(given)
 
     def _indices(self, slots: dict[int, set[int]]) -> set[int]:
         """Return the parameters of some slots, by chunk."""

@@ -121,10 +121,10 @@ class ChunkStore:
         self.gradients: dict[int, torch.Tensor] = {}
         self.accumulators: dict[int, torch.Tensor] = {}
         self._accumulator_slabs: dict[int, Slab] = {}
-        pinned = _Parts(self.pinned, spec.pinned_parts(), "chunk parameters and gradients")
+        pinned = HostParts(self.pinned, spec.pinned_parts(), "chunk parameters and gradients")
         self.parameters = [self._allocate(chunk, pinned) for chunk in spec.layout.chunks]
         self.landings = pinned.remaining()
-        companions = _Parts(self.pageable, spec.sizes_of(spec.companion_parts), "fp32 masters")
+        companions = HostParts(self.pageable, spec.sizes_of(spec.companion_parts), "fp32 masters")
         for chunk in spec.layout.chunks:
             if chunk.trainable:
                 made = self._make(chunk, spec.companion_parts(chunk), companions)
@@ -132,7 +132,7 @@ class ChunkStore:
 
     def add_moments(self) -> None:
         """Allocate the moments, all or (if an error is raised) none."""
-        pageable = _Parts(self.pageable, self.spec.sizes_of(self.spec.moment_parts), "optimizer states")
+        pageable = HostParts(self.pageable, self.spec.sizes_of(self.spec.moment_parts), "optimizer states")
         completed = {}
         try:
             for index, states in self.states.items():
@@ -144,7 +144,7 @@ class ChunkStore:
             raise
         self.states.update(completed)
 
-    def _allocate(self, chunk: Chunk, pinned: _Parts) -> torch.Tensor:
+    def _allocate(self, chunk: Chunk, pinned: HostParts) -> torch.Tensor:
         """Return the flat home of a chunk's parameters."""
         if self.spec.residency[chunk.index] != "persistent":
             return pinned.take(chunk.numel, chunk.dtype)
@@ -153,7 +153,7 @@ class ChunkStore:
             self.gradients[chunk.index] = torch.zeros_like(parameters, dtype=self.spec.gradient_dtype or chunk.dtype)
         return parameters
 
-    def _make(self, chunk: Chunk, parts: dict[str, torch.dtype], host: _Parts) -> dict[str, torch.Tensor]:
+    def _make(self, chunk: Chunk, parts: dict[str, torch.dtype], host: HostParts) -> dict[str, torch.Tensor]:
         """Return zeros for each of a chunk's ``parts`` where the chunk lies."""
         if self.spec.residency[chunk.index] != "persistent":
             return {name: host.take(chunk.numel, dtype) for name, dtype in parts.items()}
@@ -208,12 +208,22 @@ class ChunkStore:
 
     def read(self, parameter: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter's value as a fresh tensor where its chunk lies, exact in ``dtype``."""
+        return self.whole(parameter, self._read_here(parameter, dtype))
+
+    def _read_here(self, parameter: int, dtype: torch.dtype) -> torch.Tensor:
         chunk, where = self.slot_range(parameter)
-        shape = self.spec.layout.parameters[parameter].shape
         states = self.states.get(chunk)
         if states is None or states.companion is None or dtype == states.param.dtype:
-            return self.parameters[chunk][where].view(shape).to(dtype, copy=True)
-        return states.narrow(where.start, where.stop).load_master().view(shape).to(dtype, copy=True)
+            return self.parameters[chunk][where].to(dtype, copy=True)
+        return states.narrow(where.start, where.stop).load_master().to(dtype, copy=True)
+
+    def whole(self, parameter: int, part: torch.Tensor) -> torch.Tensor:
+        """Return a flat part of something of a parameter as the whole, in the parameter's shape: all lies here."""
+        return part.view(self.spec.layout.parameters[parameter].shape)
+
+    def part_here(self, parameter: int, value: torch.Tensor) -> torch.Tensor:
+        """Return, flat, what of a parameter's ``value`` (or gradient, or moment) lies here: all of it."""
+        return value.detach().reshape(-1)
 
     def write(self, parameter: int, value: torch.Tensor) -> None:
         """Set a parameter and its fp32 master to ``value``.
@@ -222,7 +232,7 @@ class ChunkStore:
         in either order.
         """
         chunk, where = self.slot_range(parameter)
-        flat = value.detach().reshape(-1)
+        flat = self.part_here(parameter, value)
         states = self.states.get(chunk)
         if states is None or states.companion is None:
             self.parameters[chunk][where].copy_(flat)
@@ -243,18 +253,30 @@ class ChunkStore:
         """Set a parameter's fp32 master where it rounds to the parameter's present value."""
         chunk, where = self.slot_range(parameter)
         part = self.states[chunk].narrow(where.start, where.stop)
-        before, wanted = part.param.clone(), master.detach().reshape(-1).to(part.param.device, torch.float32)
+        wanted = self.part_here(parameter, master).to(part.param.device, torch.float32)
+        before = part.param.clone()
         part.store_master(wanted)
         part.store_master(torch.where(part.param == before, wanted, before.float()))
 
-    def moment(self, parameter: int, name: str) -> torch.Tensor | None:
-        """Return a view of one moment of a parameter, shaped like it; None if its update keeps none."""
+    def _moment_here(self, parameter: int, name: str) -> torch.Tensor | None:
         chunk, where = self.slot_range(parameter)
-        tensor = getattr(self.states[chunk], name) if chunk in self.states else None
-        if tensor is None:
-            return None
-        view: torch.Tensor = tensor[where].view(self.spec.layout.parameters[parameter].shape)
-        return view
+        tensor: torch.Tensor | None = getattr(self.states[chunk], name) if chunk in self.states else None
+        return None if tensor is None else tensor[where]
+
+    def read_moment(self, parameter: int, name: str) -> torch.Tensor | None:
+        """Return one moment of a parameter, a fresh tensor on the host; None if its update keeps none."""
+        part = self._moment_here(parameter, name)
+        return None if part is None else self.whole(parameter, part.clone()).cpu()
+
+    def write_moment(self, parameter: int, name: str, value: torch.Tensor | None) -> None:
+        """Set one moment of a parameter, if its update keeps it; None stands for zero."""
+        part = self._moment_here(parameter, name)
+        if part is None:
+            return
+        if value is None:
+            part.zero_()
+        else:
+            part.copy_(self.part_here(parameter, value))
 
     def close(self) -> None:
         """Give all host memory back as soon as no tensor refers to it, the last made first."""
@@ -271,7 +293,7 @@ def _pinned_memory(device: torch.device) -> HostMemory:
     return HostMemory(CudaRegistrar() if device.type == "cuda" else None)
 
 
-class _Parts:
+class HostParts:
     """One slab given out in aligned parts, in order."""
 
     def __init__(self, memory: HostMemory, sizes: Sequence[int], purpose: str) -> None:

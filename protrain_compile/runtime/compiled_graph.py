@@ -104,6 +104,8 @@ class CompiledGraph:
             schedule = Schedule(self.program, fitted, self._artefacts, chunks=chunks)
             self.records += passes.schedule_pipeline(print_after=self._options.print_after).run(schedule)
             self._artefacts.compile()
+            if binding is not None and binding.managed is not None:
+                binding.managed.compiled(schedule)
             self._schedules[key] = schedule
         return self._schedules[key]
 
@@ -226,6 +228,7 @@ class CompiledGraph:
             assert isinstance(managed, ManagedModel)
             binding.managed = managed
             plan = self._options.plan or managed.preparation.plan or Plan.uniform()
+            plan = managed.agreed_plan(plan, (self.program.block_names, self.program.differentiable))
             binding.schedule = self.schedule_for(plan, binding)
             self._announce(self, binding.schedule)
         self._bindings[key] = binding

@@ -1,4 +1,4 @@
-"""Streams and events of one device: ``compute`` (the caller's current stream), ``h2d``, ``d2h``.
+"""Streams and events of one device: ``compute`` (the caller's current stream), ``h2d``, ``d2h``, ``gather``.
 
 On a CUDA device the two copy streams let copies overlap compute; a copy waits on the device, never in the launching
 thread. On the CPU every operation is done when it returns, so the same calls are right and nothing waits.
@@ -6,6 +6,7 @@ thread. On the CPU every operation is done when it returns, so the same calls ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -46,6 +47,10 @@ class Streams(Protocol):
         """Copy on ``stream``."""
         ...
 
+    def run(self, call: Callable[[], None], stream: str) -> None:
+        """Run ``call``, which launches work on the current stream, with ``stream`` as that."""
+        ...
+
     def synchronize(self) -> None:
         """Block until every stream is idle."""
         ...
@@ -82,18 +87,22 @@ class CpuStreams:
         """See :meth:`Streams.copy`."""
         target.copy_(source)
 
+    def run(self, call: Callable[[], None], stream: str) -> None:
+        """See :meth:`Streams.run`."""
+        call()
+
     def synchronize(self) -> None:
         """See :meth:`Streams.synchronize`."""
 
 
 class CudaStreams:
-    """A CUDA device with one stream for each direction of the link."""
+    """A CUDA device with one stream for each direction of the link, and one for collectives."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._side: dict[str, torch.cuda.Stream] = {
             name: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for name in ("h2d", "d2h")
+            for name in ("h2d", "d2h", "gather")
         }
 
     def _stream(self, name: str) -> torch.cuda.Stream:
@@ -122,6 +131,11 @@ class CudaStreams:
         """See :meth:`Streams.copy`."""
         with torch.cuda.stream(self._stream(stream)):
             target.copy_(source, non_blocking=True)
+
+    def run(self, call: Callable[[], None], stream: str) -> None:
+        """See :meth:`Streams.run`."""
+        with torch.cuda.stream(self._stream(stream)):
+            call()
 
     def synchronize(self) -> None:
         """See :meth:`Streams.synchronize`."""

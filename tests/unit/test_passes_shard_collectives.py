@@ -1,0 +1,163 @@
+"""The pass shard_collectives: where collectives stand, what they move, and that each of them matters."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+from support.prepared import CHUNKS, Stack, batch, forced, prepared
+from torch import fx
+
+import passes
+import protrain_compile as protrain
+from passes.verify_chunks import verify_chunks
+from protrain_compile import ops
+from protrain_compile.errors import VerifierError
+from protrain_compile.schedule import Schedule, operation_of
+from protrain_compile.schedule_digest import collective_lines
+from protrain_compile.shards import allowed_sharding
+
+RANKS = 4
+TURNS = {"offloaded": ("offloaded",) * CHUNKS, "persistent": ("persistent",) * CHUNKS}
+TURNS["mixed"] = tuple(("offloaded", "persistent", "split")[i % 3] for i in range(CHUNKS))
+
+
+@pytest.fixture(scope="module")
+def single() -> Schedule:
+    trainee = prepared(Stack(), forced("offloaded"))
+    trainee.called(batch())
+    return protrain.schedule(trainee.called).parts[0].schedule
+
+
+def shared(single: Schedule, residency: str, sharding: str) -> Schedule:
+    """Return the schedule of the same graph where four ranks share its chunks."""
+    assert single.chunks is not None
+    lives = TURNS[residency]
+    chunks = dataclasses.replace(
+        single.chunks,
+        residency=lives,
+        ranks=RANKS,
+        sharding=tuple(allowed_sharding(each, sharding) for each in lives),  # type: ignore[arg-type]
+    )
+    schedule = Schedule(single.program, single.plan, single.artefacts, chunks=chunks)
+    passes.schedule_pipeline().run(schedule)
+    return schedule
+
+
+def operations(schedule: Schedule, graph: str, chunk: int) -> list[str]:
+    """Return what happens to a chunk in a graph, in order."""
+    found = (operation_of(node) for node in schedule.graphs[graph].graph.nodes)
+    return [each.op for each in found if each is not None and each.chunk == chunk]
+
+
+GATHERED = ["all_gather", "wait", "release"]
+EXPECTED = {
+    ("offloaded", "parameters"): (["prefetch", *GATHERED], ["collect", "reduce_scatter", "offload", "update"]),
+    ("persistent", "states"): (["all_gather", "bind"], ["collect", "reduce_scatter", "update"]),
+    ("persistent", "gradients"): (["all_gather", "bind"], ["collect", "reduce_scatter", "release", "update"]),
+    ("persistent", "parameters"): (GATHERED, ["collect", "reduce_scatter", "release", "update"]),
+}
+
+
+@pytest.mark.parametrize(("residency", "sharding"), EXPECTED)
+def test_operations_of_every_chunk(single: Schedule, residency: str, sharding: str) -> None:
+    schedule = shared(single, residency, sharding)
+    forward, ending = EXPECTED[residency, sharding]
+    for chunk in range(CHUNKS):
+        assert operations(schedule, "forward", chunk) == forward
+        assert operations(schedule, "backward", chunk)[-len(ending) :] == ending
+
+
+def test_split_chunks_are_gathered_once_and_reduced(single: Schedule) -> None:
+    schedule = shared(single, "mixed", "parameters")
+    assert operations(schedule, "forward", 2) == ["prefetch", *GATHERED]
+    assert operations(schedule, "backward", 2) == ["wait", "collect", "reduce_scatter", "offload", "update"]
+
+
+def test_copies_move_shards_and_collectives_the_rest(single: Schedule) -> None:
+    schedule = shared(single, "offloaded", "parameters")
+    assert schedule.chunks is not None
+    for module in schedule.graphs.values():
+        for node in module.graph.nodes:
+            operation = operation_of(node)
+            if operation is None or operation.chunk < 0:
+                continue
+            size = schedule.chunks.layout.chunks[operation.chunk].size_bytes
+            expected = {"prefetch": size // RANKS, "offload": size // RANKS}
+            expected |= dict.fromkeys(("all_gather", "reduce_scatter"), size // RANKS * (RANKS - 1))
+            assert operation.moved_bytes == expected.get(operation.op, 0)
+            assert (operation.stream == "gather") == (operation.op in ("all_gather", "reduce_scatter"))
+
+
+def test_resident_chunks_are_gathered_in_order_of_use(single: Schedule) -> None:
+    """Each behind the gather of the use before it: at the front where no buffer has to become free first."""
+    nodes = [n for n in shared(single, "persistent", "states").graphs["forward"].graph.nodes if operation_of(n)]
+    assert [node.target for node in nodes[:CHUNKS]] == [ops.all_gather] * CHUNKS
+    assert [node.kwargs["chunk"] for node in nodes[:CHUNKS]] == list(range(CHUNKS))
+    mixed = shared(single, "mixed", "states").graphs["forward"].graph
+    gathers = [node.kwargs["chunk"] for node in mixed.nodes if node.target is ops.all_gather]
+    assert gathers == list(range(CHUNKS))
+
+
+def test_one_rank_has_no_collectives(single: Schedule) -> None:
+    assert not single.divided
+    targets = {node.target for module in single.graphs.values() for node in module.graph.nodes}
+    assert not targets & {ops.all_gather, ops.reduce_scatter}
+
+
+@pytest.mark.parametrize(("residency", "sharding"), [*EXPECTED, ("mixed", "gradients")])
+def test_every_missing_collective_is_found(single: Schedule, residency: str, sharding: str) -> None:
+    schedule = shared(single, residency, sharding)
+    verify_chunks(schedule, "")
+    for graph in ("forward", "backward"):
+        for name in [n.name for n in schedule.graphs[graph].graph.nodes if moves(n)]:
+            broken = mutant(schedule)
+            node = find(broken, graph, name)
+            node.graph.erase_node(node)
+            with pytest.raises(VerifierError, match="chunk"):
+                verify_chunks(broken, "")
+
+
+def test_a_collective_at_the_wrong_place_is_found(single: Schedule) -> None:
+    schedule = shared(single, "offloaded", "parameters")
+    gather = next(n for n in schedule.graphs["forward"].graph.nodes if n.target is ops.all_gather)
+    for graph, target, anchor, message in (
+        ("forward", ops.all_gather, ops.wait, "before it is gathered"),
+        ("backward", ops.reduce_scatter, ops.offload, "offloads gradients"),
+    ):
+        broken = mutant(schedule)
+        nodes = broken.graphs[graph].graph.nodes
+        late = next(n for n in nodes if n.target is target)
+        behind = next(n for n in nodes if n.target is anchor and n.kwargs["chunk"] == late.kwargs["chunk"])
+        behind.append(late)
+        with pytest.raises(VerifierError, match=message):
+            verify_chunks(broken, "")
+    broken = mutant(schedule)
+    node = find(broken, "forward", gather.name)
+    node.kwargs = {**node.kwargs, "buffer": 2}
+    with pytest.raises(VerifierError, match="gathers in buffer 2, which has no shard of it"):
+        verify_chunks(broken, "")
+
+
+def test_the_digest_tells_layout_and_collectives_but_no_shapes(single: Schedule) -> None:
+    lines = list(collective_lines(shared(single, "mixed", "states")))
+    assert lines[0] == "4 buffers, 4 ranks"
+    assert lines[1].startswith("chunk 0: offloaded, parameters divided, ")
+    assert lines[1].endswith("stem.bias at 0, stem.weight at 64")
+    assert "forward: all_gather of chunk 0 in buffer 0" in lines
+    assert "forward: all_gather of chunk 1" in lines
+    assert "backward: reduce_scatter of chunk 1" in lines
+    assert list(collective_lines(shared(single, "mixed", "gradients"))) != lines
+
+
+def moves(node: fx.Node) -> bool:
+    return node.target in (ops.prefetch, ops.all_gather, ops.reduce_scatter)
+
+
+def mutant(schedule: Schedule) -> Schedule:
+    return dataclasses.replace(schedule, graphs={name: copy.deepcopy(g) for name, g in schedule.graphs.items()})
+
+
+def find(schedule: Schedule, graph: str, name: str) -> fx.Node:
+    return next(node for node in schedule.graphs[graph].graph.nodes if node.name == name)

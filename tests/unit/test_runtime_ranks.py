@@ -1,0 +1,81 @@
+"""Ranks alone in their world, what their messages say; worlds of several are in ``cases/test_ranks.py``."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import protrain_compile
+from protrain_compile import compat
+from protrain_compile.errors import OptionError, RankError
+from protrain_compile.runtime.ranks import Ranks, Traffic, _backend_of, _difference
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[None]:
+    timeout = datetime.timedelta(seconds=77)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1, timeout=timeout)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+def test_one_rank_gathers_and_reduces_in_place() -> None:
+    ranks = Ranks(CPU)
+    flat = torch.arange(8.0)
+    ranks.all_gather(flat, "chunk 0")
+    ranks.reduce_scatter(flat, "chunk 0")
+    assert torch.equal(ranks.shard(flat), torch.arange(8.0))
+    assert ranks.traffic == Traffic(0, 0, gathers=1, reduces=1)
+    assert (ranks.total(2.5, "norm"), ranks.least(None, "free"), ranks.least(3, "free")) == (2.5, None, 3)
+    assert ranks.first("plan", "the plan") == "plan"
+    ranks.agree(["a", "b"], "lines")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_failure_names_rank_and_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(CPU)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(compat, "all_gather_into", fail)
+    with pytest.raises(RankError, match=r"rank 0 of 1 waited in vain in all_gather of chunk 3: .*closed by peer"):
+        ranks.all_gather(torch.zeros(2), "chunk 3")
+
+
+@pytest.mark.usefixtures("world")
+def test_the_agreement_waits_as_long_as_the_group() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    assert compat.group_timeout(group, CPU) == datetime.timedelta(seconds=77)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_group_without_the_device_is_refused() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    assert _backend_of(group, CPU) == "gloo"
+    with pytest.raises(OptionError, match="no backend for xpu: call init_process_group"):
+        _backend_of(group, torch.device("xpu"))
+
+
+def test_the_first_difference_is_shown() -> None:
+    message = _difference("the schedule", 3, ["a", "b", "c"], ["a", "x"])
+    assert message.startswith("ranks differ in the schedule: line 2 of rank 0 is 'b', of rank 3 'x'")
+    assert "line 3 of rank 0 is 'c', of rank 1 'nothing more'" in _difference("it", 1, ["a", "b", "c"], ["a", "b"])
+
+
+def test_a_mesh_needs_a_process_group() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(OptionError, match=r"mesh: torch\.distributed is not initialised"):
+        protrain_compile.prepare(model, torch.optim.SGD(model.parameters()), mesh=object())  # type: ignore[arg-type]
+    assert type(model.weight) is nn.Parameter
