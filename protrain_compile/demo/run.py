@@ -16,6 +16,7 @@ from protrain_compile.demo.generate import generate
 from protrain_compile.demo.model import GPT, VOCABULARY
 from protrain_compile.demo.settings import Settings, missing_compiler
 from protrain_compile.demo.train import LossFunction, Trainer, evaluate, largest_difference
+from protrain_compile.demo.world import WHOLE, World, joined
 
 BACKEND = "protrain"
 VALIDATION_BATCHES = 20
@@ -32,6 +33,13 @@ every step amplifies it, so that late losses differ by per cents even from those
 
 def run(settings: Settings) -> int:
     """Run the demo and return its exit status: 1 if `--check` found another loss curve than eager's."""
+    with joined(settings.batch) as world:
+        if world.size > 1 and settings.device == torch.device("cuda"):
+            settings = dataclasses.replace(settings, device=torch.device("cuda", torch.cuda.current_device()))
+        return _run(settings, world)
+
+
+def _run(settings: Settings, world: World) -> int:
     training, validation = split_text(load_text(settings.text), settings.seq)
     settings = _with_usable_compiler(settings)
     torch.manual_seed(settings.seed)
@@ -41,11 +49,11 @@ def run(settings: Settings) -> int:
     _describe(settings, model, training, validation)
 
     compiled = _compile(model, settings)
-    trainer = _train(model, compiled, training, settings, label="training")
+    trainer = _train(model, compiled, training, settings, label="training", world=world)
     _report_training(trainer, settings)
     _report_validation(model, compiled, validation, settings)
-    _report_sample(model, settings)
-    if eager is None:
+    _report_sample(model if world.size == 1 else copy.deepcopy(model), settings)  # a copy has its parameters whole
+    if eager is None or not world.is_first:
         return 0
     reference = _train(eager, eager, training, settings, label="eager")
     return _report_check(trainer, reference, settings)
@@ -83,9 +91,11 @@ def _compile(model: GPT, settings: Settings) -> LossFunction:
     )
 
 
-def _train(model: GPT, loss_of: LossFunction, data: Tensor, settings: Settings, *, label: str) -> Trainer:
+def _train(
+    model: GPT, loss_of: LossFunction, data: Tensor, settings: Settings, *, label: str, world: World = WHOLE
+) -> Trainer:
     trainer = Trainer(
-        model, loss_of, device=settings.device, dtype=settings.dtype, steps=settings.steps, lr=settings.lr
+        model, loss_of, device=settings.device, dtype=settings.dtype, steps=settings.steps, lr=settings.lr, world=world
     )
     trainer.run(_batches(data, settings, count=settings.steps), label=label)
     return trainer

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import protrain_compile
 from protrain_compile.demo.data import Batch
+from protrain_compile.demo.world import WHOLE, World
 from protrain_compile.errors import ProtrainError
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -42,6 +44,7 @@ class Trainer:
         dtype: torch.dtype,
         steps: int,
         lr: float,
+        world: World = WHOLE,
     ) -> None:
         self.losses: list[float] = []
         self.seconds = 0.0
@@ -50,6 +53,9 @@ class Trainer:
         self._autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
         self._steps = steps
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self._world = world
+        if world.size > 1:
+            protrain_compile.prepare(model, self._optimizer, max_grad_norm=MAX_GRAD_NORM, device=device)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._rate)
 
     def run(self, batches: Iterable[Batch], *, label: str) -> None:
@@ -57,7 +63,8 @@ class Trainer:
         remaining = iter(batches)
         tokens = self._step(next(remaining))
         start = time.perf_counter()
-        with tqdm(total=self._steps * tokens, initial=tokens, desc=label, unit="tok", unit_scale=True) as bar:
+        total, silent = self._steps * tokens, not self._world.is_first
+        with tqdm(total=total, initial=tokens, desc=label, unit="tok", unit_scale=True, disable=silent) as bar:
             for batch in remaining:
                 bar.update(self._step(batch))
                 bar.set_postfix_str(f"step {len(self.losses)}/{self._steps}, loss {self.losses[-1]:.3f}", refresh=False)
@@ -65,13 +72,14 @@ class Trainer:
 
     def _step(self, batch: Batch) -> int:
         with self._autocast:
-            loss = self._loss_of(*batch)
+            loss = self._loss_of(*self._world.part(batch))
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
+        if self._world.size == 1:  # else prepare was told
+            nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()
-        self._record(loss.item())
+        self._record(self._world.mean(loss.item()))
         return batch.tokens.numel()
 
     def _record(self, loss: float) -> None:

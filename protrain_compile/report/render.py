@@ -18,6 +18,7 @@ from protrain_compile.program import GraphInput, InputKind, fake_value
 from protrain_compile.report.rows import Fold, Row, fold, schedule_rows
 from protrain_compile.runtime.compiled_graph import CompiledGraph
 from protrain_compile.schedule import Schedule, operation_of
+from protrain_compile.shards import SHARDINGS
 from protrain_compile.sizes import size_bytes
 
 COLUMNS = {
@@ -86,7 +87,15 @@ def _chunks_text(chunks: ChunkBinding) -> str:
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in RESIDENCIES)
     largest = format_bytes(chunks.layout.largest_bytes)
     buffers = f", {chunks.buffers} buffers" if kinds["offloaded"] else ""
-    return f"{len(chunks.layout.chunks)} chunks of up to {largest}: {counts}{buffers}"
+    return f"{len(chunks.layout.chunks)} chunks of up to {largest}: {counts}{buffers}{_ranks_text(chunks)}"
+
+
+def _ranks_text(chunks: ChunkBinding) -> str:
+    if chunks.sharding is None:
+        return ""
+    kinds: collections.Counter[str] = collections.Counter(chunks.sharding)
+    divided = ", ".join(f"{kind} of {kinds[kind]}" for kind in SHARDINGS if kinds[kind])
+    return f"; {chunks.ranks} ranks divide {divided}"
 
 
 def _memory_line(schedule: Schedule) -> str:

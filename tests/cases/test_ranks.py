@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 from support.prepared import Stack, forced, prepared
 from support.worlds import Outcome, run_world
+
+pytestmark = pytest.mark.timeout(600)  # several processes compile side by side
 
 CHECKS = (
     "gradients_equal_one_rank",
@@ -97,3 +101,15 @@ def test_one_rank_is_no_world(tmp_path: object) -> None:
         assert alone.managed.preparation.ranks is None
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_demo_under_torchrun() -> None:
+    """Two ranks learn what one does (``--check`` compares with eager), and only the first prints."""
+    model = ["--blocks", "2", "--width", "32", "--batch", "4", "--seq", "32", "--steps", "3", "--sample", "4"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "protrain_compile", "demo", "--device", "cpu", "--compile", "eager", "--check", *model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("check passed") == 1
+    assert done.stdout.count("[backward]") == 1
+    assert "2 ranks" in done.stdout
