@@ -77,9 +77,9 @@ def test_differences_are_an_error_on_all_ranks(two_ranks: Outcomes, check: str, 
             raise AssertionError(outcome.error.replace("\n", " "))
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_worlds_of_other_sizes(size: int) -> None:
-    for outcomes in run_world(size, "rank_checks", ODD_CHECKS).values():
+@pytest.mark.parametrize(("size", "others"), [(3, ()), (4, ("hybrid_sharding_equals_one_rank",))])
+def test_worlds_of_other_sizes(size: int, others: tuple[str, ...]) -> None:
+    for outcomes in run_world(size, "rank_checks", (*ODD_CHECKS, *others)).values():
         assert_passed(outcomes)
 
 

@@ -24,6 +24,7 @@ from support.prepared import (
     prepared,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import protrain_compile
 from protrain_compile import Plan
@@ -189,6 +190,21 @@ def uneven_tails_equal_one_rank() -> None:
             ours.steps(0, 1, 2)
             plain.steps(0, 1, 2)
             assert_same_values(ours.model, plain.model)
+
+
+def hybrid_sharding_equals_one_rank() -> None:
+    """Divided in pairs, replicated across pairs: gradients are means over all ranks, pairs hold the same."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    for plan in kinds()[2:4]:
+        ours, plain = pair(plan, mesh=mesh, max_grad_norm=0.05)
+        for seed in range(3):
+            assert_close("loss", mean(ours.backward(seed)), plain.backward(seed))
+            nn.utils.clip_grad_norm_(plain.model.parameters(), 0.05)
+            ours.update()
+            plain.update()
+        assert residency_of(ours).ranks.size == 2
+        assert_same_values(ours.model, plain.model)
+        assert_same_on_all_ranks(ours.model)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

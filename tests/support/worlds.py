@@ -34,7 +34,13 @@ class Outcome:
 
 
 def run_world(
-    size: int, module: str, checks: Sequence[str], *, timeout_s: float = 560, group_timeout_s: float = GROUP_TIMEOUT_S
+    size: int,
+    module: str,
+    checks: Sequence[str],
+    *,
+    timeout_s: float = 560,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+    backend: str = "gloo",
 ) -> dict[str, list[Outcome]]:
     """Run ``checks`` of ``support.<module>`` one after the other on ``size`` ranks; return every rank's outcomes.
 
@@ -44,7 +50,7 @@ def run_world(
     found: dict[str, list[Outcome]] = {name: [Outcome(error="no word")] * size for name in checks}
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.Queue()
-        arguments = (size, f"file://{folder}/meet", module, tuple(checks), group_timeout_s, results)
+        arguments = (size, f"file://{folder}/meet", module, tuple(checks), group_timeout_s, backend, results)
         processes = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(size)]
         for process in processes:
             process.start()
@@ -66,11 +72,20 @@ def run_world(
 
 
 def _rank(
-    rank: int, size: int, place: str, module: str, checks: Sequence[str], group_timeout_s: float, results: Any
+    rank: int,
+    size: int,
+    place: str,
+    module: str,
+    checks: Sequence[str],
+    group_timeout_s: float,
+    backend: str,
+    results: Any,
 ) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=group_timeout_s)
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=timeout)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=place, rank=rank, world_size=size, timeout=timeout)
     found = importlib.import_module(f"support.{module}")
     for name in checks:
         torch.manual_seed(0)
