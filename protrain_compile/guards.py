@@ -9,6 +9,9 @@
     gradient  a result that would record a gradient raises: it would be lost
 
 While Dynamo traces, a ManagedParameter is an ordinary Parameter.
+
+Some functions of PyTorch ask no subclass and see the empty storage: ``torch.tensor(p)``, ``torch.as_tensor(p, dtype)``,
+``torch.Tensor(p)``, ``other.data = p.data``, ``torch.func.vmap`` and ``grad`` of ``p``. Give them ``p.clone()``.
 """
 
 from __future__ import annotations
@@ -100,6 +103,10 @@ class ManagedParameter(nn.Parameter):
     def grad(self) -> None:
         self._home.set_gradient(self._index, None)
 
+    def as_subclass(self, cls: type[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        """Return the value as a ``cls``: a copy (PyTorch asks nobody and would give the empty storage)."""
+        return read(self).as_subclass(cls)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return an ordinary Parameter with the value."""
         copied = nn.Parameter(self._home.read(self._index), requires_grad=self.requires_grad)
@@ -128,6 +135,10 @@ class ManagedAlias(torch.Tensor):
     ) -> Any:
         """Serve eager access from the parameter's home."""
         return _eager_access(func, args, dict(kwargs or {}))
+
+    def as_subclass(self, cls: type[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        """Return the value as a ``cls``: a copy."""
+        return read(self).as_subclass(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return an ordinary tensor with the value."""
