@@ -7,12 +7,12 @@ buffers. What is looked at next is always what may still be best, by bounds that
              cycle (time_bounds)             when it comes first
              undisturbed (timeline)          when a leaf turned out slower than the group's bound
     leaf     simulate (timeline)             the exact time
-             expected                        from the ``SURE``-th simulation on: what the bound would become if it were
-                                             as far off as that of a neighbour which was simulated
 
 Times within ``SAME_SHARE`` of each other count as equal: the plan with less memory wins, which keeps room for what no
 model knows. Up to ``SURE`` simulations the result is the best of the whole space in this order, which a test compares
-with brute force; beyond, for deep models that copies and updates bound, a test measures the regret.
+with brute force. Beyond, for deep models that copies and updates bound, two assumptions save most of the work, and a
+test measures the regret: more buffers are not slower, so a group is judged by its plan with the most, and the fewest
+that are as fast are found by halving; and the bounds of neighbouring groups are off alike.
 """
 
 from __future__ import annotations
@@ -41,14 +41,11 @@ STAY_SHARE = 0.03
 """What predictions are allowed to be off: a model that fits stays on the device, all kept, unless moving it is faster
 by more than this."""
 
-SURE = 24
-"""Simulations before expectations count. At 96 blocks, bounds alone would leave a thousand."""
+SURE = 16
+"""Simulations before assumptions count. At 96 blocks, bounds alone would leave a thousand."""
 
-NEAR = 6
-"""How far away (blocks and chunks that differ, and half the buffers) a neighbour is whose bound is off alike."""
-
-EXPECTED_SHARE = 0.99
-"""Of an expected time that a plan has to beat: neighbours differ by less."""
+NEAR_SHARE = 0.06
+"""How far away a neighbour may be whose bound is off alike: in blocks and chunks that differ, of their number."""
 
 Key = tuple[int, int]
 """What is minimised: the time's cell (see ``time_cell``), then the peak in bytes."""
@@ -108,12 +105,14 @@ class _Group:
         residency: Per chunk; None for all.
         least_ms: A bound on the time of all its plans.
         bounds: How many kinds of bounds were taken.
+        judged: Whether it was decided under assumptions.
     """
 
     policies: Policies
     residency: Residencies | None
     least_ms: float
     bounds: int = 0
+    judged: bool = False
 
     def __post_init__(self) -> None:
         """Remember the bound that neighbours are compared by."""
@@ -132,7 +131,7 @@ class Search:
         self._order = itertools.count()
         self._waiting: list[tuple[Key, int, _Group, int]] = []
         self._residencies: list[tuple[Residencies, float, int]] = []
-        self._seen: list[tuple[int, int, str, int, float]] = []
+        self._seen: list[tuple[_Place, float]] = []
 
     def run(self) -> Choice | None:
         """Return the best choice; None if none fits."""
@@ -149,14 +148,17 @@ class Search:
             if bound > key:
                 self._wait(bound, group, buffers)
                 continue
-            if best is not None and time_cell(self._expected_ms(group, choice)) > best[0][0]:
-                continue
+            judged = best is not None and self.simulated >= SURE
+            if best is not None and judged:
+                better = self._judge(group, choice, best[0][0])
+                if better is None:
+                    continue
+                choice = better
             ms = self._simulate(choice)
-            self._seen.append((*_where(choice), ms / max(group.first_ms, 1e-9)))
             found = ((time_cell(ms), self.space.peak_bytes(choice)), ms)
             if best is None or found < best:
                 best, chosen = found, choice
-            if found[0] > key:
+            if found[0] > key and not judged:
                 self._undisturbed(group, group.residency)
         return chosen
 
@@ -220,16 +222,31 @@ class Search:
         lowered = lower(self.space.shape, choice)
         return simulate_choice(self.space.shape, self.space.profile, choice, lowered).step_ms
 
-    def _expected_ms(self, group: _Group, choice: Choice) -> float:
-        """Return the time to expect of a plan at least, from the nearest one that was simulated; 0 if none is near."""
-        if self.simulated < SURE:
-            return 0.0
-        policies, residency, rest, buffers = _where(choice)
-        near, ratio = min(
-            (abs(p - policies) + abs(r - residency) + abs(b - buffers) / 2 if each == rest else math.inf, off)
-            for p, r, each, b, off in self._seen
-        )
-        return group.first_ms * ratio * EXPECTED_SHARE if near <= NEAR else 0.0
+    def _judge(self, group: _Group, leaf: Choice, best_cell: int) -> Choice | None:
+        """Return the choice that a group stands or falls by, once; None where it is not expected to be any better."""
+        if group.judged:
+            return None
+        group.judged = True
+        place = _where(leaf)
+        near, ratio = min(((_distance(place, each), off) for each, off in self._seen), default=(math.inf, 0.0))
+        is_near = near <= NEAR_SHARE * len(leaf.residency + leaf.policies)
+        if is_near and time_cell(group.first_ms * ratio * (1 - SAME_SHARE)) > best_cell:
+            return None
+        counts = [b for b in self.space.buffer_counts(leaf.residency) if self._fits(leaf, b)]
+        ms = self._simulate(dataclasses.replace(leaf, buffers=counts[-1]))
+        self._seen.append((place, ms / max(group.first_ms, 1e-9)))
+        cell = time_cell(ms)
+        if cell > best_cell:
+            return None
+        few, enough = -1, len(counts) - 1
+        while enough - few > 1:
+            middle = (few + enough) // 2
+            same = time_cell(self._simulate(dataclasses.replace(leaf, buffers=counts[middle]))) <= cell
+            few, enough = (few, middle) if same else (middle, enough)
+        return dataclasses.replace(leaf, buffers=counts[enough])
+
+    def _fits(self, leaf: Choice, buffers: int) -> bool:
+        return self.space.peak_bytes(dataclasses.replace(leaf, buffers=buffers)) <= self.device_bytes
 
     def _undisturbed(self, group: _Group, residency: Residencies) -> None:
         """Bound a group's plans by one with buffers for everything, in which nothing slows anything down."""
@@ -242,10 +259,17 @@ class Search:
         group.least_ms = max(group.least_ms, undisturbed_ms(jobs))
 
 
-def _where(choice: Choice) -> tuple[int, int, str, int]:
-    """Return where a choice lies in the space: blocks kept, chunks persistent, the rest's residency, buffers."""
+_Place = tuple[int, int, str]
+
+
+def _where(choice: Choice) -> _Place:
+    """Return where a group lies in the space: blocks kept, chunks persistent, the residency of the others."""
     rest = choice.residency[-1] if choice.residency else ""
-    return choice.policies.count("keep"), choice.residency.count("persistent"), rest, choice.buffers
+    return choice.policies.count("keep"), choice.residency.count("persistent"), rest
+
+
+def _distance(one: _Place, other: _Place) -> float:
+    return abs(one[0] - other[0]) + abs(one[1] - other[1]) if one[2] == other[2] else math.inf
 
 
 def _bound_cell(ms: float) -> int:
