@@ -135,7 +135,7 @@ _CHANGES = {
 class Judge:
     """Says which mutants of a schedule are harmful."""
 
-    def __init__(self, schedule: Schedule, *, seeds: int = 2) -> None:
+    def __init__(self, schedule: Schedule, *, seeds: int = 1) -> None:
         self.schedule = schedule
         self.seeds = seeds
         assert schedule.chunks is not None

@@ -56,13 +56,13 @@ class Synthetic:
     buffers: int
     layout: ChunkLayout
 
-    def schedule(self) -> Schedule:
-        """Return the schedule that the passes write; the verifier runs after each.
+    def schedule(self, *, train: bool = True) -> Schedule:
+        """Return the schedule that the passes write, for training or inference; the verifier runs after each.
 
         Raises:
             PlanError: If one call uses more chunks than there are buffers.
         """
-        program = _Builder(self).program()
+        program = _Builder(self).program(train=train)
         chunks = ChunkBinding(
             self.layout,
             self.residency,  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ class _Builder:
         self.templates: dict[Any, Template] = {}
         self.gradients: dict[int, fx.Node] = {}
 
-    def program(self) -> Program:
+    def program(self, *, train: bool) -> Program:
         values = [self.batch]
         values += [self._value(4) for _ in self.synthetic.blocks]
         arriving, segments = self.tangent, []
@@ -130,13 +130,13 @@ class _Builder:
             arriving = leaving if leaving is not None else arriving
         segments.reverse()
         templates = list(self.templates.values())
-        gradients = [self.gradients.get(i) for i in range(len(self.weights))]
+        gradients = [*(self.gradients.get(i) for i in range(len(self.weights))), None, None]
         return Program(
             name="Synthetic",
-            graph=self.graph.module(values[-1], *gradients, None, None),
+            graph=self.graph.module(values[-1], *(gradients if train else ())),
             inputs=self._inputs(),
             num_outputs=1,
-            differentiable=True,
+            differentiable=train,
             stages=tuple(segment.stage for segment, _ in segments),
             segments=tuple(segment for segment, _ in segments),
             templates=tuple(templates),
@@ -230,11 +230,13 @@ class Eager:
         """Return what the forwards of a tour return, and the parameters in the end."""
         for stop in tour.stops:
             if isinstance(stop, Visit):
-                self._forward(stop.run) if stop.graph == "forward" else self._backward(stop)
+                self._backward(stop) if stop.graph == "backward" else self._forward(stop.run)
             elif stop.kind == "step":
                 self._step()
             elif stop.kind == "backward of others":
                 self._backward_of_others(stop.first)
+            elif stop.kind == "updates of others":
+                self.values = [hash(("update", value, 0)) for value in self.values]
         return self.outputs, self.values
 
     def _template(self, index: int) -> Template:
