@@ -15,6 +15,9 @@
     peak_bytes   = standing + max over t of values(t - 1) + inside(t)               memory_model.find_peak
     reserved     = the same with large allocations in units of 2 MiB
     host_bytes   = parameters + states + gradient landings of chunks on the host    memory_model.host_bytes
+
+Not in it yet: a swapped block counts as kept (its memory is over-estimated, its copies are left out), a sharded chunk
+as whole, and a step as one forward and backward however many micro-batches are declared.
 """
 
 from __future__ import annotations

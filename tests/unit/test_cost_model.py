@@ -207,3 +207,11 @@ def test_it_settles_soon() -> None:
     assert MAX_STEPS <= 12
     found = predict(Stack(blocks=8), 2, "rrrrrrrr", buffers=4)
     assert repeats(found)
+
+
+def test_a_swapped_block_counts_as_kept() -> None:
+    """Until its copies are modelled: never less memory than it takes."""
+    stack = Stack(blocks=3)
+    kept, swapped = (simulate(stack.shape(), stack.profile(), Plan.uniform(each)) for each in ("keep", "swap"))
+    assert swapped.peak_bytes == kept.peak_bytes
+    assert swapped.step_ms == pytest.approx(kept.step_ms)
