@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.light import GPT
 from support.models import tokens
-from support.prepared import Stack, adamw, assert_same_values, batch, eager, prepared
+from support.prepared import Stack, adamw, assert_close, assert_same_values, batch, eager, prepared
 from torch import nn
 
 import protrain_compile
@@ -143,3 +143,37 @@ def test_tied_weights_in_and_out(tmp_path: Any) -> None:
             trainee.step(0)
     places = [slot.parameter for chunk in trainee.managed.layout.chunks for slot in chunk.slots]
     assert len(places) == len(set(places)) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("residency", ["offloaded", "persistent"])
+def test_a_model_that_is_evaluated_first(residency: str) -> None:
+    """Chunks are those of training first, updates run in the backward, nothing is fetched on demand."""
+    model = Stack()
+    plain, trainee, other = eager(model), prepared(model, residency), prepared(model, residency)
+    for each in (plain, trainee):
+        with torch.no_grad():
+            each.forward(9)
+    losses = [each.steps(0, 1, 2) for each in (plain, trainee, other)]
+    assert torch.equal(losses[1], losses[2])
+    assert_close("losses", losses[1], losses[0])
+    assert_same_values(trainee.model, other.model, rtol=0)
+    assert trainee.managed.layout == other.managed.layout
+    assert trainee.managed.packed.store.spec.residency == other.managed.packed.store.spec.residency
+    assert trainee.managed.packed.mode == "in_backward"
+    assert trainee.managed.packed.counters.misses == other.managed.packed.counters.misses == 0
+
+
+def test_a_first_evaluation_without_the_autocast_of_training() -> None:
+    """Chunks hold what the evaluation read, fp32; training under autocast is right all the same."""
+    model = Stack()
+    plain, trainee = eager(model), prepared(model)
+    for each in (plain, trainee):
+        with torch.no_grad():
+            each.forward(9)
+        for seed in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = each.forward(seed)
+            loss.backward()
+            each.update()
+    assert_same_values(trainee.model, plain.model, rtol=1e-2)
+    assert {chunk.dtype for chunk in trainee.managed.layout.chunks} == {torch.float32}
