@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 THREADS = 2
 """Sums are split by threads, so results depend on their number."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--threaded",
+        metavar="SEED",
+        help="run models that tests prepare on the CPU on a device whose streams are threads; SEED is an interleaving",
+    )
 
 
 def pytest_configure() -> None:
@@ -36,6 +45,31 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def threaded_device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Yield the device that ``--threaded`` asks for, or None."""
+    if request.config.getoption("--threaded") is None:
+        yield None
+        return
+    from support.device import install
+    from support.threaded import ThreadedDevice
+
+    device = ThreadedDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        install(device, patch, tmp_path_factory.mktemp("device"))
+        yield device
+
+
+@pytest.fixture(autouse=True)
+def interleaving(request: pytest.FixtureRequest, threaded_device: Any) -> Iterator[None]:
+    """Give every test an interleaving of its own under ``--threaded``, and let nothing run on after it."""
+    if threaded_device is not None:
+        threaded_device.reseed(f"{request.config.getoption('--threaded')} {request.node.nodeid}")
+    yield
+    if threaded_device is not None:
+        threaded_device.synchronize()
 
 
 @pytest.fixture(autouse=True)

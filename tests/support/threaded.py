@@ -1,0 +1,476 @@
+"""A CPU device with real streams: every stream is a thread, and a seed decides which of them runs next.
+
+The CPU's own ``Streams`` finish every operation before they return, so that no wait is ever needed. Here operations are
+queued, as on a GPU, and run on the threads of their streams, one at a time: a missing wait reads what is not there
+yet, or what is gone already. Dead memory is filled with NaN, so that reading it shows.
+
+::
+
+    launching thread -- submit --> queue of each stream -- the scheduler's choice --> thread of the stream
+
+The scheduler is the algorithm of probabilistic concurrency testing (Burckhardt et al., "A randomized scheduler with
+probabilistic guarantees of finding bugs", ASPLOS 2010, section 3): the launching thread and every stream have random
+priorities, the highest that can run does, and priorities change at random points. A seed reproduces an interleaving.
+
+Each operation has a vector clock: which operations of every stream have certainly happened before it. A wait for what
+the clock knows already orders nothing; tests that remove waits ask for that (``Wait.redundant``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protrain_compile.runtime.host_worker import HostWorker
+
+KINDS = ("compute", "h2d", "d2h", "host")
+PATIENCE_S = 120.0
+"""How long to wait for a thread that is not scheduled here (a host worker that a test made itself)."""
+Clock = dict[str, int]
+
+
+class DeadlockError(AssertionError):
+    """Nothing can run, and something is waited for."""
+
+
+@dataclasses.dataclass(eq=False)
+class Op:
+    """An operation in a stream's queue: what it does, what must be so before, and whether it is done."""
+
+    name: str
+    stream: str
+    run: Callable[[], int] | None
+    ready: Callable[[], bool]
+    clock: Clock
+    done: bool = False
+
+    def end(self) -> None:
+        """Note that it is done; let go of what it used and waited for."""
+        self.done, self.run, self.ready = True, None, _always
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclasses.dataclass
+class Wait:
+    """A wait that a stream was given, or that was left out.
+
+    Attributes:
+        section: Which part of a step gave it: ``forward``, ``backward``, ``inference``, ``step`` or the empty string.
+        number: Its number in this run of the section.
+        what: Stream and meaning, for people.
+        mark: What it waits for; None for what happened long ago.
+        redundant: Of one left out: whether the stream's next operation comes after ``mark`` all the same.
+    """
+
+    section: str
+    number: int
+    what: str
+    mark: Op | None
+    redundant: bool = False
+
+    @property
+    def site(self) -> tuple[str, int]:
+        """What identifies it in every step."""
+        return self.section, self.number
+
+
+class Stream:
+    """A queue of operations and the thread that runs them, and the clock of its last operation."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name = name
+        self.kind = kind
+        self.queue: deque[Op] = deque()
+        self.clock: Clock = {}
+        self.count = 0
+        self.left_out: list[Wait] = []
+
+
+class Event:
+    """A point in a stream; see :class:`protrain_compile.runtime.streams.Event`."""
+
+    def __init__(self, device: ThreadedDevice) -> None:
+        self._device = device
+        self.mark: Op | None = None
+
+    def synchronize(self) -> None:
+        """Block until the stream has reached the point."""
+        mark = self.mark
+        if mark is not None:
+            self._device.finish(mark)
+
+
+class ThreadedDevice:
+    """All streams of one process, and their scheduler.
+
+    Attributes:
+        section: What the launching thread is in (see ``Wait``).
+        records: Whether ``waits`` and ``ran`` are kept.
+        waits: Every wait that was given or left out since ``reseed``.
+        ran: Stream and operation, and the thread that ran it, in order, since ``reseed``.
+        skip: The site (see ``Wait``) whose wait is left out.
+        drains: Whether the launching thread waits for the compute stream at the end of every section, as tests need
+            that look at results at once.
+    """
+
+    def __init__(self, seed: int = 0, *, records: bool = False) -> None:
+        self.owner = os.getpid()
+        self.records = records
+        self.section = ""
+        self.skip: tuple[str, int] | None = None
+        self.drains = True
+        self._lock = threading.RLock()
+        self._threads = {kind: ThreadPoolExecutor(1, thread_name_prefix=f"stream-{kind}") for kind in KINDS}
+        for thread in self._threads.values():
+            thread.submit(lambda: None).result()  # tests compare which threads there are
+        self._numbers = itertools.count()
+        self._streams: dict[str, Stream] = {}
+        self._all: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._known: Clock = {}
+        self._error: BaseException | None = None
+        self.compute = self.stream("compute", "compute")
+        self.reseed(seed)
+
+    def reseed(self, seed: int | str) -> None:
+        """Begin anew with another interleaving, once every stream is idle."""
+        self.synchronize()
+        self._known = {stream.name: stream.count for stream in self._all}
+        for stream in self._all:
+            stream.clock = dict(self._known)
+        self._random = random.Random(seed)
+        self._launcher_priority = self._random.random()
+        self._priority: dict[str, float] = {}
+        self._change = self._random.choice((0.0, 0.02, 0.2))
+        self.waits: list[Wait] = []
+        self.ran: list[tuple[str, int]] = []
+        self._wait_number = 0
+
+    def stream(self, kind: str, name: str = "") -> Stream:
+        """Return a new stream, run by the thread of its kind."""
+        if kind not in self._threads:
+            self._threads[kind] = ThreadPoolExecutor(1, thread_name_prefix=f"stream-{kind}")
+        made = Stream(name or f"{kind} {next(self._numbers)}", kind)
+        with self._lock:
+            # An empty queue of a stream that is gone is of no use; one in use comes back with its next operation.
+            self._streams = {key: each for key, each in self._streams.items() if each.queue}
+            self._streams[made.name] = made
+            self._all.add(made)
+        return made
+
+    @contextmanager
+    def launching(self, section: str) -> Iterator[None]:
+        """Let operations of the compute stream lag behind the launching thread."""
+        outer, self.section, self._wait_number = self.section, section, 0
+        try:
+            yield
+        finally:
+            self.section = outer
+            if self.drains and not outer:
+                self.drain(self.compute)
+
+    # ---- what streams are given --------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        stream: Stream,
+        run: Callable[[], object],
+        name: str,
+        ready: Callable[[], bool] = _always,
+        after: Op | None = None,
+    ) -> Op:
+        """Queue an operation; let the scheduler run what it likes to."""
+        inference = torch.is_inference_mode_enabled()
+        with self._lock:
+            stream.count += 1
+            stream.clock = _joined(stream.clock, self._known, after.clock if after else {})
+            if not after:
+                for wait in stream.left_out:
+                    wait.redundant = wait.mark is None or _includes(stream.clock, wait.mark)
+                stream.left_out.clear()
+            stream.clock[stream.name] = stream.count
+            op = Op(name, stream.name, functools.partial(_run, run, inference), ready, stream.clock)
+            stream.queue.append(op)
+            self._streams[stream.name] = stream
+        self._point()
+        if stream is self.compute and not self.section:
+            self.drain(stream)
+        return op
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """Let ``event`` mark what ``stream`` was given so far."""
+        event.mark = self.submit(stream, lambda: None, "record")
+
+    def wait(self, mark: Op | None, stream: Stream, what: str, ready: Callable[[], bool] | None = None) -> None:
+        """Make ``stream`` wait for an operation of another one, unless a test leaves this wait out."""
+        wait = Wait(self.section, self._wait_number, what, mark)
+        self._wait_number += 1
+        if self.records:
+            self.waits.append(wait)
+        if wait.site == self.skip:
+            stream.left_out.append(wait)
+            return
+        if mark is not None:
+            self.submit(stream, lambda: None, what, lambda: mark.done, after=mark)
+        elif ready is not None:
+            self.submit(stream, lambda: None, what, ready)
+
+    # ---- what the launching thread waits for -------------------------------------------------------------------
+
+    def finish(self, op: Op) -> None:
+        """Block until ``op`` is done."""
+        self.run_until(lambda: op.done, op.name)
+        self._known = _joined(self._known, op.clock)
+
+    def drain(self, stream: Stream) -> None:
+        """Block until ``stream`` is idle."""
+        self.run_until(lambda: not stream.queue, f"the end of {stream.name}")
+        self._known = _joined(self._known, stream.clock)
+
+    def synchronize(self) -> None:
+        """Block until every stream is idle."""
+        for stream in list(self._streams.values()):
+            self.drain(stream)
+
+    def run_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Let streams run until ``condition`` holds; raise what an operation raised meanwhile."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if self._step(lowest=-1.0):
+                deadline = time.monotonic() + PATIENCE_S
+            elif time.monotonic() > deadline:
+                raise DeadlockError(f"waiting for {what}, and nothing can run:\n{self}")
+            elif not condition():
+                time.sleep(0.001)  # somebody else's thread is at work
+        self._raise()
+
+    def __str__(self) -> str:
+        """Return the heads of the queues."""
+        return "\n".join(
+            f"{stream.name}: {len(stream.queue)} queued, first {stream.queue[0].name}"
+            for stream in self._streams.values()
+            if stream.queue
+        )
+
+    # ---- the scheduler -----------------------------------------------------------------------------------------
+
+    def _point(self) -> None:
+        """Run streams that come before the launching thread."""
+        while self._step(lowest=self._launcher_priority):
+            pass
+        self._raise()
+
+    def _step(self, lowest: float) -> bool:
+        """Run one operation of the first stream whose priority is above ``lowest``; return whether there was one."""
+        with self._lock:
+            if self._change and self._random.random() < self._change:
+                self._shuffle()
+            able = [s for s in self._streams.values() if s.queue and s.queue[0].ready()]
+            able = [s for s in able if self._priority_of(s) > lowest]
+            if not able:
+                return False
+            stream = max(able, key=self._priority_of)
+            op = stream.queue[0]
+            try:
+                assert op.run is not None
+                thread = self._threads[stream.kind].submit(op.run).result()
+                if self.records:
+                    self.ran.append((f"{stream.name}: {op.name}", thread))
+            except Exception as error:
+                self._error = self._error or error
+            finally:
+                stream.queue.popleft()
+                op.end()
+            return True
+
+    def _priority_of(self, stream: Stream) -> float:
+        return self._priority.setdefault(stream.name, self._random.random())
+
+    def _shuffle(self) -> None:
+        names = [None, *self._priority]
+        name = self._random.choice(names)
+        if name is None:
+            self._launcher_priority = self._random.random()
+        else:
+            self._priority[name] = self._random.random()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _joined(*clocks: Clock) -> Clock:
+    found: Clock = {}
+    for clock in clocks:
+        for name, count in clock.items():
+            found[name] = max(count, found.get(name, 0))
+    return found
+
+
+def _includes(clock: Clock, op: Op) -> bool:
+    return clock.get(op.stream, 0) >= op.clock[op.stream]
+
+
+def _run(run: Callable[[], object], inference: bool) -> int:
+    """Run an operation on the thread of its stream; return which that is."""
+    with torch.inference_mode(inference), torch.no_grad():
+        run()
+    return threading.get_ident()
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill a dense tensor with bytes that are NaN in every floating type."""
+    tensor.data.view(torch.uint8).fill_(0xFF)
+
+
+# ---- what takes the place of the product's own ---------------------------------------------------------------------
+
+
+class ThreadedStreams:
+    """See :class:`protrain_compile.runtime.streams.Streams`.
+
+    A copy's target is filled with NaN from when the copy may begin until it is done; a chunk buffer from when its
+    gradients have left.
+    """
+
+    def __init__(self, device: ThreadedDevice) -> None:
+        self.device = torch.device("cpu")
+        self._threaded = device
+        self._side: dict[str, Stream] = {}
+        self._filled: set[int] = set()
+
+    def _stream(self, name: str) -> Stream:
+        if name == "compute":
+            return self._threaded.compute
+        if name not in self._side:
+            self._side[name] = self._threaded.stream(name)
+        return self._side[name]
+
+    def event(self) -> Event:
+        """See :meth:`Streams.event`."""
+        return Event(self._threaded)
+
+    def record(self, event: Event, stream: str) -> None:
+        """See :meth:`Streams.record`."""
+        self._threaded.record(event, self._stream(stream))
+
+    def wait(self, event: Event, stream: str) -> None:
+        """See :meth:`Streams.wait`."""
+        source = event.mark.stream if event.mark else "nothing"
+        self._threaded.wait(event.mark, self._stream(stream), f"{stream} waits for {source}")
+
+    def wait_host(self, worker: HostWorker, ticket: int, stream: str) -> None:
+        """See :meth:`Streams.wait_host`."""
+        what = f"{stream} waits for a host update"
+        if isinstance(worker, ScheduledWorker):
+            self._threaded.wait(worker.op(ticket), self._stream(stream), what)
+        else:
+            self._threaded.wait(None, self._stream(stream), what, lambda: worker.is_done(ticket))
+
+    def copy(self, target: Tensor, source: Tensor, stream: str) -> None:
+        """See :meth:`Streams.copy`."""
+        queue = self._stream(stream)
+        self._threaded.submit(queue, lambda: poison(target), f"begin a copy on {stream}")
+        self._threaded.submit(queue, lambda: target.data.copy_(source), f"copy on {stream}")
+        if stream == "h2d":
+            self._filled.add(target.untyped_storage().data_ptr())
+        elif source.untyped_storage().data_ptr() in self._filled:
+            self._threaded.submit(queue, lambda: poison(source), "free a buffer")
+
+    def synchronize(self) -> None:
+        """See :meth:`Streams.synchronize`."""
+        self._threaded.synchronize()
+
+
+class ScheduledWorker(HostWorker):
+    """A host worker whose jobs begin when the scheduler says so; what a job has used up is filled with NaN.
+
+    Args:
+        device: Whose scheduler.
+        arguments: As of the host worker; its driver knows the events of ``gates``.
+        gates: Makes what a job waits for: it has ``happen`` and looks like an event to the worker.
+    """
+
+    def __init__(self, device: ThreadedDevice, gates: Callable[[], Any], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._threaded = device
+        self._gates = gates
+        self._stream = device.stream("host")
+        self._ops: dict[int, Op] = {}
+        weakref.finalize(self, _finish, device, self._stream).atexit = False
+
+    def update(self, states: Any, gradient: Tensor, segments: Any, after: Any = None) -> int:
+        """See :meth:`HostWorker.update`."""
+        gate = self._gates()
+        return self._begin(super().update(states, gradient, segments, gate), gate, after, gradient)
+
+    def accumulate(self, total: Tensor, gradient: Tensor, after: Any = None) -> int:
+        """See :meth:`HostWorker.accumulate`."""
+        gate = self._gates()
+        return self._begin(super().accumulate(total, gradient, gate), gate, after, gradient)
+
+    def convert(self, target: Tensor, source: Tensor, after: Any = None) -> int:
+        """See :meth:`HostWorker.convert`."""
+        gate = self._gates()
+        return self._begin(super().convert(target, source, gate), gate, after, source)
+
+    def _begin(self, ticket: int, gate: Any, after: Any, used: Tensor) -> int:
+        jobs = self._jobs
+
+        def run() -> None:
+            gate.happen()
+            jobs.wait(ticket)
+            poison(used)
+
+        if after is not None:
+            self._threaded.wait(after.mark, self._stream, "host waits for d2h")
+        self._ops = {number: op for number, op in self._ops.items() if not op.done}
+        self._ops[ticket] = self._threaded.submit(self._stream, run, "job")
+        return ticket
+
+    def op(self, ticket: int) -> Op | None:
+        """Return the operation that runs a job; None if that was done some time ago."""
+        return self._ops.get(ticket)
+
+    def is_done(self, ticket: int) -> bool:
+        """See :meth:`HostWorker.is_done`."""
+        op = self._ops.get(ticket)
+        return super().is_done(ticket) if op is None else op.done
+
+    def wait(self, ticket: int) -> None:
+        """See :meth:`HostWorker.wait`."""
+        op = self._ops.get(ticket)
+        if op is not None and os.getpid() == self._threaded.owner:
+            self._threaded.finish(op)
+        super().wait(ticket)
+
+    def drain(self) -> None:
+        """See :meth:`HostWorker.drain`."""
+        self.wait(self._jobs.submitted)
+
+    def close(self) -> None:
+        """See :meth:`HostWorker.close`."""
+        _finish(self._threaded, self._stream)
+        super().close()
+
+
+def _finish(device: ThreadedDevice, stream: Stream) -> None:
+    if os.getpid() == device.owner:
+        device.drain(stream)
