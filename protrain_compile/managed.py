@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -69,6 +70,7 @@ class ManagedModel:
         self._sharding: tuple[Sharding, ...] | None = None
         self._agreed: dict[Hashable, Plan] = {}
         self._agreed_lines: set[tuple[str, ...]] = set()
+        self._owner = os.getpid()
         self.guard = UpdateGuard(
             clips=preparation.max_grad_norm is not None,
             micro_batches=preparation.micro_batches,
@@ -199,10 +201,20 @@ class ManagedModel:
         self._moved_in = True
         log.info("packed %d parameters into %d chunks", len(self.specs), len(store.spec.layout.chunks))
 
+    def _check_process(self) -> None:
+        """Refuse a forked child: it has inherited neither the host's chunks nor the thread that updates them."""
+        if os.getpid() != self._owner and self.residency is not None:
+            raise DoorError(
+                "this process was forked from the one that trains the prepared model, whose chunks and host updates "
+                "are not inherited: use the model in that process, or give this one a state_dict() (or start it with "
+                "the spawn method)"
+            )
+
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """Check that a forward may run."""
+        self._check_process()
         self.snapshot_depth = 0
         self.guard.before_forward()
 
@@ -212,6 +224,7 @@ class ManagedModel:
 
     def begin_backward(self, context: Any, *, keep: bool) -> None:
         """Decide when the chunks of this backward are updated."""
+        self._check_process()
         residency = self.packed
         self._check_accumulates(context)
         self._waiting_forwards.discard(context)
@@ -247,6 +260,7 @@ class ManagedModel:
         if self.residency is None or self.gradients is None:
             refuse_outside_gradients(self.specs, self.parameters)
             return
+        self._check_process()
         self.residency.worker.check()
         self.gradients.complete()
         self.guard.before_step(self.book.rules(), waiting=bool(self.residency.pending))
@@ -307,6 +321,7 @@ class ManagedModel:
         spec = self.specs[index]
         source = self._sources[index]
         if source is None:
+            self._check_process()
             assert self.residency is not None
             chunk, _ = self.residency.store.slot_range(index)
             self.residency.settle(chunk)
@@ -330,6 +345,7 @@ class ManagedModel:
         if source is not None:
             source.copy_(value.detach())
             return
+        self._check_process()
         assert self.residency is not None
         chunk, _ = self.residency.store.slot_range(index)
         self.residency.worker.drain()
@@ -340,6 +356,7 @@ class ManagedModel:
 
     def gradient(self, index: int) -> torch.Tensor | None:
         """Return a view of the gradient that waits for ``step()``, or None."""
+        self._check_process()
         return None if self.gradients is None else self.gradients.get(index)
 
     def set_gradient(self, index: int, value: torch.Tensor | None) -> None:
@@ -375,6 +392,7 @@ class ManagedModel:
         """Return the store once every update has run; None before everything has moved in."""
         if self.residency is None or not self._moved_in:
             return None
+        self._check_process()
         self.residency.worker.drain()
         return self.residency.store
 

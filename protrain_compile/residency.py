@@ -168,12 +168,15 @@ class ChunkResidency:
 
     def update(self, chunk: int, slots: tuple[int, ...]) -> None:
         """See :meth:`protrain_compile.ops.ChunkOperations.update`."""
-        waiting = self.pending.setdefault(chunk, set())
-        was_pending = bool(waiting)
-        waiting.update(slots)
+        waiting = self.pending.get(chunk, set())
         must_move = bool(self.store.spec.landings) or chunk in self.store.accumulators
-        if chunk in self._landed and must_move and (self.mode == "at_step" or was_pending):
-            self._accumulate(chunk, first=not was_pending)
+        if chunk in self._landed and must_move and (self.mode == "at_step" or waiting):
+            try:
+                self._accumulate(chunk, first=not waiting)
+            except BaseException:
+                self._landed.pop(chunk, None)  # its landing goes to other chunks: this gradient is lost
+                raise
+        self.pending[chunk] = waiting.union(slots)
         if self.mode == "in_backward":
             self.apply(chunk, 1.0)
 
@@ -320,6 +323,7 @@ class ChunkResidency:
         self.streams.wait(target.left, "h2d")
         self.streams.wait_host(self.worker, self._ticket[chunk], "h2d")
         source = self.store.parameters[chunk]
+        target.holder = None
         self.streams.copy(self._home_in(chunk, target), source, "h2d")
         self.streams.record(target.arrival, "h2d")
         if chunk in self.pending:
@@ -379,8 +383,8 @@ class ChunkResidency:
 
     def _accumulate(self, chunk: int, *, first: bool) -> None:
         """Empty a chunk's landing into its accumulator."""
-        number, landing, arrived = self._landed.pop(chunk)
         total = self.store.accumulator(chunk)
+        number, landing, arrived = self._landed.pop(chunk)
         self._added_up = True
         move = self.worker.convert if first else self.worker.accumulate
         self._landing_ticket[number] = move(total, landing, after=arrived)

@@ -116,7 +116,10 @@ class HostWorker:
         """
         error = self._jobs.take_error()
         if error is not None:
-            raise HostUpdateError(f"a host update failed: {error}") from error
+            raise HostUpdateError(
+                f"a host update failed: {error}. Its chunk may hold old or partly updated parameters, every other "
+                "chunk is whole; all can be read and saved"
+            ) from error
 
     def close(self) -> None:
         """Run what was submitted, then end the worker; may be called again.

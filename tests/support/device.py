@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 from support.fake_cuda import FakeCuda, build
-from support.threaded import ScheduledWorker, ThreadedDevice, ThreadedStreams, poison
+from support.threaded import ThreadedDevice, poison
+from support.threaded_runtime import ScheduledWorker, ThreadedStreams
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 

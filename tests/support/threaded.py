@@ -30,12 +30,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from protrain_compile.runtime.host_worker import HostWorker
 
 KINDS = ("compute", "h2d", "d2h", "host")
 PATIENCE_S = 120.0
@@ -94,7 +91,8 @@ class Wait:
 class Stream:
     """A queue of operations and the thread that runs them, and the clock of its last operation."""
 
-    def __init__(self, name: str, kind: str) -> None:
+    def __init__(self, index: int, name: str, kind: str) -> None:
+        self.index = index
         self.name = name
         self.kind = kind
         self.queue: deque[Op] = deque()
@@ -166,7 +164,8 @@ class ThreadedDevice:
         """Return a new stream, run by the thread of its kind."""
         if kind not in self._threads:
             self._threads[kind] = ThreadPoolExecutor(1, thread_name_prefix=f"stream-{kind}")
-        made = Stream(name or f"{kind} {next(self._numbers)}", kind)
+        index = next(self._numbers)
+        made = Stream(index, name or f"{kind} {index}", kind)
         with self._lock:
             # An empty queue of a stream that is gone is of no use; one in use comes back with its next operation.
             self._streams = {key: each for key, each in self._streams.items() if each.queue}
@@ -282,6 +281,7 @@ class ThreadedDevice:
             if self._change and self._random.random() < self._change:
                 self._shuffle()
             able = [s for s in self._streams.values() if s.queue and s.queue[0].ready()]
+            able.sort(key=lambda s: s.index)  # whatever the order in which streams came into use: a seed is a seed
             able = [s for s in able if self._priority_of(s) > lowest]
             if not able:
                 return False
@@ -338,139 +338,3 @@ def _run(run: Callable[[], object], inference: bool) -> int:
 def poison(tensor: Tensor) -> None:
     """Fill a dense tensor with bytes that are NaN in every floating type."""
     tensor.data.view(torch.uint8).fill_(0xFF)
-
-
-# ---- what takes the place of the product's own ---------------------------------------------------------------------
-
-
-class ThreadedStreams:
-    """See :class:`protrain_compile.runtime.streams.Streams`.
-
-    A copy's target is filled with NaN from when the copy may begin until it is done; a chunk buffer from when its
-    gradients have left.
-    """
-
-    def __init__(self, device: ThreadedDevice) -> None:
-        self.device = torch.device("cpu")
-        self._threaded = device
-        self._side: dict[str, Stream] = {}
-        self._filled: set[int] = set()
-
-    def _stream(self, name: str) -> Stream:
-        if name == "compute":
-            return self._threaded.compute
-        if name not in self._side:
-            self._side[name] = self._threaded.stream(name)
-        return self._side[name]
-
-    def event(self) -> Event:
-        """See :meth:`Streams.event`."""
-        return Event(self._threaded)
-
-    def record(self, event: Event, stream: str) -> None:
-        """See :meth:`Streams.record`."""
-        self._threaded.record(event, self._stream(stream))
-
-    def wait(self, event: Event, stream: str) -> None:
-        """See :meth:`Streams.wait`."""
-        source = event.mark.stream if event.mark else "nothing"
-        self._threaded.wait(event.mark, self._stream(stream), f"{stream} waits for {source}")
-
-    def wait_host(self, worker: HostWorker, ticket: int, stream: str) -> None:
-        """See :meth:`Streams.wait_host`."""
-        what = f"{stream} waits for a host update"
-        if isinstance(worker, ScheduledWorker):
-            self._threaded.wait(worker.op(ticket), self._stream(stream), what)
-        else:
-            self._threaded.wait(None, self._stream(stream), what, lambda: worker.is_done(ticket))
-
-    def copy(self, target: Tensor, source: Tensor, stream: str) -> None:
-        """See :meth:`Streams.copy`."""
-        queue = self._stream(stream)
-        self._threaded.submit(queue, lambda: poison(target), f"begin a copy on {stream}")
-        self._threaded.submit(queue, lambda: target.data.copy_(source), f"copy on {stream}")
-        if stream == "h2d":
-            self._filled.add(target.untyped_storage().data_ptr())
-        elif source.untyped_storage().data_ptr() in self._filled:
-            self._threaded.submit(queue, lambda: poison(source), "free a buffer")
-
-    def synchronize(self) -> None:
-        """See :meth:`Streams.synchronize`."""
-        self._threaded.synchronize()
-
-
-class ScheduledWorker(HostWorker):
-    """A host worker whose jobs begin when the scheduler says so; what a job has used up is filled with NaN.
-
-    Args:
-        device: Whose scheduler.
-        arguments: As of the host worker; its driver knows the events of ``gates``.
-        gates: Makes what a job waits for: it has ``happen`` and looks like an event to the worker.
-    """
-
-    def __init__(self, device: ThreadedDevice, gates: Callable[[], Any], **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._threaded = device
-        self._gates = gates
-        self._stream = device.stream("host")
-        self._ops: dict[int, Op] = {}
-        weakref.finalize(self, _finish, device, self._stream).atexit = False
-
-    def update(self, states: Any, gradient: Tensor, segments: Any, after: Any = None) -> int:
-        """See :meth:`HostWorker.update`."""
-        gate = self._gates()
-        return self._begin(super().update(states, gradient, segments, gate), gate, after, gradient)
-
-    def accumulate(self, total: Tensor, gradient: Tensor, after: Any = None) -> int:
-        """See :meth:`HostWorker.accumulate`."""
-        gate = self._gates()
-        return self._begin(super().accumulate(total, gradient, gate), gate, after, gradient)
-
-    def convert(self, target: Tensor, source: Tensor, after: Any = None) -> int:
-        """See :meth:`HostWorker.convert`."""
-        gate = self._gates()
-        return self._begin(super().convert(target, source, gate), gate, after, source)
-
-    def _begin(self, ticket: int, gate: Any, after: Any, used: Tensor) -> int:
-        jobs = self._jobs
-
-        def run() -> None:
-            gate.happen()
-            jobs.wait(ticket)
-            poison(used)
-
-        if after is not None:
-            self._threaded.wait(after.mark, self._stream, "host waits for d2h")
-        self._ops = {number: op for number, op in self._ops.items() if not op.done}
-        self._ops[ticket] = self._threaded.submit(self._stream, run, "job")
-        return ticket
-
-    def op(self, ticket: int) -> Op | None:
-        """Return the operation that runs a job; None if that was done some time ago."""
-        return self._ops.get(ticket)
-
-    def is_done(self, ticket: int) -> bool:
-        """See :meth:`HostWorker.is_done`."""
-        op = self._ops.get(ticket)
-        return super().is_done(ticket) if op is None else op.done
-
-    def wait(self, ticket: int) -> None:
-        """See :meth:`HostWorker.wait`."""
-        op = self._ops.get(ticket)
-        if op is not None and os.getpid() == self._threaded.owner:
-            self._threaded.finish(op)
-        super().wait(ticket)
-
-    def drain(self) -> None:
-        """See :meth:`HostWorker.drain`."""
-        self.wait(self._jobs.submitted)
-
-    def close(self) -> None:
-        """See :meth:`HostWorker.close`."""
-        _finish(self._threaded, self._stream)
-        super().close()
-
-
-def _finish(device: ThreadedDevice, stream: Stream) -> None:
-    if os.getpid() == device.owner:
-        device.drain(stream)
