@@ -134,7 +134,7 @@ class Delays:
             return method
 
         def delayed(*arguments: Any) -> Any:
-            for stream in ("compute", "h2d", "d2h"):
+            for stream in ("compute", *self._streams._side):
                 if self._random.random() < 0.3:
                     with torch.cuda.stream(self._streams._stream(stream)):
                         torch.cuda._sleep(self._random.randrange(300_000))
