@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.device import install
-from support.prepared import Stack, Trainee, assert_close, assert_same_values, eager, prepared
+from support.prepared import Stack, Trainee, assert_close, assert_same_values, eager, forced, prepared
 from support.threaded import DeadlockError, ThreadedDevice
 from torch import Tensor
 
@@ -48,10 +48,13 @@ def loop(trainee: Trainee) -> Tensor:
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize(("residency", "norm"), [("offloaded", None), ("mixed", None), ("offloaded", math.inf)])
-def test_equals_eager(residency: str, norm: float | None, device: ThreadedDevice) -> None:
+@pytest.mark.parametrize(
+    ("residency", "policy", "norm"),
+    [("offloaded", "keep", None), ("mixed", "recompute", None), ("offloaded", "swap", math.inf)],
+)
+def test_equals_eager(residency: str, policy: str, norm: float | None, device: ThreadedDevice) -> None:
     model = Stack()
-    plain, trainee = eager(model), prepared(model, residency, max_grad_norm=norm)
+    plain, trainee = eager(model), prepared(model, forced(residency, policy), max_grad_norm=norm)
     for seed in SEEDS:
         device.reseed(seed)
         assert_close("losses", loop(trainee), loop(plain))

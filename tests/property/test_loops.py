@@ -29,7 +29,8 @@ import protrain_compile
 from protrain_compile import Plan
 from protrain_compile.residency import ChunkResidency
 
-EXAMPLES = os.environ.get("PROTRAIN_TEST_EXAMPLES")
+OTHERS = os.environ.get("PROTRAIN_TEST_EXAMPLES")
+EXAMPLES = int(OTHERS or 10)
 VOCABULARY = 23
 Event = Literal["step", "window", "eval", "abandon", "two_forwards", "broken"]
 EVENTS: tuple[Event, ...] = ("step", "window", "eval", "abandon", "two_forwards", "broken")
@@ -223,9 +224,10 @@ def device() -> ThreadedDevice:
     return ThreadedDevice()
 
 
+@pytest.mark.timeout(120 * EXAMPLES)
 @settings(
-    max_examples=int(EXAMPLES or 15),
-    derandomize=EXAMPLES is None,
+    max_examples=EXAMPLES,
+    derandomize=OTHERS is None,
     deadline=None,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from protrain_compile import managed
 from protrain_compile.artefacts import Artefact
 from protrain_compile.managed import ManagedModel
+from protrain_compile.residency import Buffer
 from protrain_compile.runtime.chunk_store import ChunkStore
 from protrain_compile.runtime.compiled_graph import CompiledGraph
 from protrain_compile.runtime.streams import make_streams
@@ -90,6 +91,7 @@ def install(device: ThreadedDevice, patch: pytest.MonkeyPatch, folder: Path | No
 
     patch.setattr(managed, "make_streams", lambda of: ThreadedStreams(device) if of.type == "cpu" else make_streams(of))
     patch.setattr(managed, "HostWorker", make_worker)
+    patch.setattr(Buffer, "__init__", _registered(Buffer.__init__))
     patch.setattr(Artefact, "__call__", _deferred_artefact(device, Artefact.__call__))
     patch.setattr(DeviceUpdater, "update", _deferred_update(device, DeviceUpdater.update))
     patch.setattr(ManagedModel, "step", _launched(device, "step", ManagedModel.step, lambda model: model.residency))
@@ -112,6 +114,16 @@ class Gate:
     def synchronize(self) -> None:
         """Block until it is opened."""
         self._open.wait()
+
+
+def _registered(original: Callable[..., None]) -> Callable[..., None]:
+    def make(buffer: Buffer, size_bytes: int, streams: Any) -> None:
+        original(buffer, size_bytes, streams)
+        if isinstance(streams, ThreadedStreams):
+            poison(buffer.bytes)
+            streams.buffers.add(buffer.bytes.data_ptr())
+
+    return make
 
 
 def _stand_in(folder: Path | None) -> FakeCuda | None:

@@ -22,13 +22,16 @@ class ThreadedStreams:
 
     A copy's target is filled with NaN from when the copy may begin until it is done; a chunk buffer from when its
     gradients have left.
+
+    Attributes:
+        buffers: Addresses of the chunk buffers.
     """
 
     def __init__(self, device: ThreadedDevice) -> None:
         self.device = torch.device("cpu")
         self._threaded = device
         self._side: dict[str, Stream] = {}
-        self._filled: set[int] = set()
+        self.buffers: set[int] = set()
 
     def _stream(self, name: str) -> Stream:
         if name == "compute":
@@ -63,9 +66,7 @@ class ThreadedStreams:
         queue = self._stream(stream)
         self._threaded.submit(queue, lambda: poison(target), f"begin a copy on {stream}")
         self._threaded.submit(queue, lambda: target.data.copy_(source), f"copy on {stream}")
-        if stream == "h2d":
-            self._filled.add(target.untyped_storage().data_ptr())
-        elif source.untyped_storage().data_ptr() in self._filled:
+        if stream == "d2h" and source.untyped_storage().data_ptr() in self.buffers:
             self._threaded.submit(queue, lambda: poison(source), "free a buffer")
 
     def synchronize(self) -> None:
