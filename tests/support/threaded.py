@@ -37,6 +37,10 @@ from torch import Tensor
 KINDS = ("compute", "h2d", "d2h", "host")
 PATIENCE_S = 120.0
 """How long to wait for a thread that is not scheduled here (a host worker that a test made itself)."""
+
+RECORD = "record"
+"""Name of operations that only mark a point."""
+
 Clock = dict[str, int]
 
 
@@ -46,13 +50,17 @@ class DeadlockError(AssertionError):
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """An operation in a stream's queue: what it does, what must be so before, and whether it is done."""
+    """An operation in a stream's queue: what it does, what must be so before, and whether it is done.
+
+    ``number`` is the place in the stream of the last operation up to it that does or waits for something.
+    """
 
     name: str
     stream: str
     run: Callable[[], int] | None
     ready: Callable[[], bool]
     clock: Clock
+    number: int
     done: bool = False
 
     def end(self) -> None:
@@ -98,6 +106,7 @@ class Stream:
         self.queue: deque[Op] = deque()
         self.clock: Clock = {}
         self.count = 0
+        self.last_number = 0
         self.left_out: list[Wait] = []
 
 
@@ -204,7 +213,10 @@ class ThreadedDevice:
                     wait.redundant = wait.mark is None or _includes(stream.clock, wait.mark)
                 stream.left_out.clear()
             stream.clock[stream.name] = stream.count
-            op = Op(name, stream.name, functools.partial(_run, run, inference), ready, stream.clock)
+            if name != RECORD:
+                stream.last_number = stream.count
+            job = functools.partial(_run, run, inference)
+            op = Op(name, stream.name, job, ready, stream.clock, stream.last_number)
             stream.queue.append(op)
             self._streams[stream.name] = stream
         self._point()
@@ -214,7 +226,7 @@ class ThreadedDevice:
 
     def record(self, event: Event, stream: Stream) -> None:
         """Let ``event`` mark what ``stream`` was given so far."""
-        event.mark = self.submit(stream, lambda: None, "record")
+        event.mark = self.submit(stream, lambda: None, RECORD)
 
     def wait(self, mark: Op | None, stream: Stream, what: str, ready: Callable[[], bool] | None = None) -> None:
         """Make ``stream`` wait for an operation of another one, unless a test leaves this wait out."""
@@ -325,7 +337,7 @@ def _joined(*clocks: Clock) -> Clock:
 
 
 def _includes(clock: Clock, op: Op) -> bool:
-    return clock.get(op.stream, 0) >= op.clock[op.stream]
+    return clock.get(op.stream, 0) >= op.number
 
 
 def _run(run: Callable[[], object], inference: bool) -> int:

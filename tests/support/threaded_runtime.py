@@ -115,7 +115,7 @@ class ScheduledWorker(HostWorker):
             poison(used)
 
         if after is not None:
-            self._threaded.wait(after.mark, self._stream, "host waits for d2h")
+            self._threaded.wait(after.mark, self._stream, f"host waits for {after.mark.stream}")
         self._ops.pop(ticket - JOBS_KEPT, None)
         self._ops[ticket] = self._threaded.submit(self._stream, run, "job")
         return ticket
