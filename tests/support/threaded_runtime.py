@@ -69,6 +69,10 @@ class ThreadedStreams:
         if stream == "d2h" and source.untyped_storage().data_ptr() in self.buffers:
             self._threaded.submit(queue, lambda: poison(source), "free a buffer")
 
+    def run(self, call: Callable[[], None], stream: str) -> None:
+        """See :meth:`Streams.run`."""
+        self._threaded.submit(self._stream(stream), call, f"run on {stream}")
+
     def synchronize(self) -> None:
         """See :meth:`Streams.synchronize`."""
         self._threaded.synchronize()
