@@ -153,8 +153,8 @@ def main() -> int:
         f"{SHAPES[given.size].describe()}: {some['parameters'] / 1e6:.0f}M bf16 parameters, {some['chunks']} chunks, "
         "all on the host, AdamW; a chunk holds one block",
         "Held: growth of resident memory after two steps; highest: on the way, activations on the CPU included",
-        "Allocated: what the chunk store holds; the rest of held is whatever else the process keeps, on the CPU also what "
-        f"computing leaves in its heap: {(some['resident'] - some['allocated']) / 1e6:.0f} MB in the first row",
+        "Allocated: what the chunk store holds. The rest of held is the process's, and was not taken apart: "
+        f"{(some['resident'] - some['allocated']) / 1e6:.0f} MB in the first row",
     )
     rows = tuple(describe(arm, each) for arm, each in found.items())
     result = common.Result("Host memory", "bench.host_memory", given.device, HEADER, rows, notes)
