@@ -3,6 +3,7 @@
 The passes work on graphs; here each rule of theirs is restated on numbers, which takes under a millisecond::
 
     apply_policies    forward, recompute and backward of every segment      _calls
+    offload_activations  swap_out, release, reload and wait of swapped values       _swap
     move_chunks       bind, wait and release around each stretch of use     _serve
     insert_updates    collect, offload and update behind the last gradient  _finish
     place             buffers and prefetches                                _place, which shares ``buffers``
@@ -21,6 +22,7 @@ from protrain_compile.chunks import Residency
 from protrain_compile.plan import Policy
 from protrain_compile.profile import Role
 from protrain_compile.step_shape import Life, StepShape
+from protrain_compile.swapped_lives import SwapPlan, swap_plan
 
 OpName = Literal[
     "snapshot",
@@ -34,11 +36,15 @@ OpName = Literal[
     "collect",
     "offload",
     "update",
+    "swap_out",
+    "release_swapped",
+    "reload",
+    "wait_reload",
 ]
 
 
 class Op(NamedTuple):
-    """One operation: of a segment (a call), or on a chunk. What does not apply is -1."""
+    """One operation: of a segment (a call, or on its swapped values), or on a chunk. What does not apply is -1."""
 
     op: OpName
     segment: int = -1
@@ -81,13 +87,16 @@ def lower(shape: StepShape, choice: Choice) -> Lowered:
         PlanError: If one call uses more chunks than there are buffers.
     """
     recomputed = recomputed_segments(shape, choice.policies)
+    swaps = swap_plan(shape, choice.policies, recomputed)
     calls = [_Call("forward", i, each.calls["forward"].chunks) for i, each in enumerate(shape.segments) if each.calls]
+    _swap_out(calls, swaps)
     _serve(calls, choice.residency)
     copies = [Op("snapshot") for life in shape.lives if life.birth == "snapshot" and kept_until(life, recomputed)]
     forward, left = _place(copies + _flat(calls), choice, {})
     if not shape.differentiable:
         return Lowered(tuple(forward), ())
     calls = _backward_calls(shape, recomputed)
+    _reload(calls, swaps)
     last = _serve(calls, choice.residency)
     early = _finish_all(shape, choice.residency, calls, last)
     backward, _ = _place(early + _flat(calls), choice, left)
@@ -100,11 +109,15 @@ def skeleton(shape: StepShape, policies: Sequence[Policy], residency: Sequence[R
     Collects depend on the residency only where ``late_chunks`` says so.
     """
     recomputed = recomputed_segments(shape, policies)
-    forward = [Op("forward", segment=i) for i, each in enumerate(shape.segments) if each.calls]
+    swaps = swap_plan(shape, policies, recomputed)
+    forwards = [_Call("forward", i, ()) for i, each in enumerate(shape.segments) if each.calls]
+    _swap_out(forwards, swaps)
+    forward = _flat(forwards)
     if not shape.differentiable:
         return Lowered(tuple(forward), ())
     copies = [Op("snapshot") for life in shape.lives if life.birth == "snapshot" and kept_until(life, recomputed)]
     calls = _backward_calls(shape, recomputed)
+    _reload(calls, swaps)
     last = {chunk: number for number, call in enumerate(calls) for chunk in call.chunks}
     made = {call.segment: number for number, call in enumerate(calls) if call.role == "backward"}
     behind: dict[int, list[Op]] = {}
@@ -115,7 +128,7 @@ def skeleton(shape: StepShape, policies: Sequence[Policy], residency: Sequence[R
             behind.setdefault(at, []).append(Op("collect", chunk=chunk))
     backward = behind.get(-1, [])
     for number, call in enumerate(calls):
-        backward += [Op(call.role, segment=call.segment), *behind.get(number, ())]
+        backward += [*call.before, Op(call.role, segment=call.segment), *behind.get(number, ())]
     return Lowered((*copies, *forward), tuple(backward))
 
 
@@ -163,6 +176,7 @@ class _Call:
         behind_release: Operations behind these releases; an empty list stands for the release alone.
         erased: Releases that were taken away again.
         behind_result: Operations behind its results, by their number.
+        behind: Operations behind all of these.
     """
 
     role: Role
@@ -173,6 +187,7 @@ class _Call:
     behind_release: dict[int, list[Op]] = dataclasses.field(default_factory=dict)
     erased: set[int] = dataclasses.field(default_factory=set)
     behind_result: dict[int, list[Op]] = dataclasses.field(default_factory=dict)
+    behind: list[Op] = dataclasses.field(default_factory=list)
 
 
 def _backward_calls(shape: StepShape, recomputed: Sequence[bool]) -> list[_Call]:
@@ -182,6 +197,24 @@ def _backward_calls(shape: StepShape, recomputed: Sequence[bool]) -> list[_Call]
         roles: tuple[Role, ...] = ("recompute", "backward") if recomputed[index] else ("backward",)
         found += [_Call(role, index, calls[role].chunks) for role in roles if "backward" in calls]
     return found
+
+
+def _swap_out(calls: Sequence[_Call], swaps: SwapPlan) -> None:
+    """Put swap_out behind each swapped segment's forward, and release behind its partner's."""
+    events = [(segment, 1, segment) for segment in swaps.lives]
+    events += [(partner, 2 if partner == segment else 0, segment) for segment, partner in swaps.partner_of.items()]
+    for at, order, segment in sorted(events):
+        ran = max((call for call in calls if call.segment <= at), key=lambda call: call.segment, default=calls[0])
+        ran.behind.append(Op("swap_out" if order == 1 else "release_swapped", segment=segment))
+
+
+def _reload(calls: Sequence[_Call], swaps: SwapPlan) -> None:
+    """Put reload before what the partner runs first in the backward, and wait before the segment's own."""
+    for segment in reversed(swaps.lives):
+        first = next(call for call in calls if call.segment <= swaps.partner_of[segment])
+        own = next(call for call in calls if call.segment == segment)
+        first.before.append(Op("reload", segment=segment))
+        own.before.append(Op("wait_reload", segment=segment))
 
 
 def _serve(calls: Sequence[_Call], residency: Sequence[Residency]) -> dict[int, int]:
@@ -250,6 +283,7 @@ def _flat(calls: Sequence[_Call]) -> list[Op]:
             found += call.behind_release.get(chunk, ())
         for item in sorted(call.behind_result):
             found += call.behind_result[item]
+        found += call.behind
     return found
 
 

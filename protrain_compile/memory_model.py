@@ -22,8 +22,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from protrain_compile.lowering import Choice, Lowered, Op, kept_until, recomputed_segments
+from protrain_compile.plan import Policy
 from protrain_compile.profile import Profile, Role
 from protrain_compile.step_shape import Life, StepShape, block_rounded, segment_rounded
+from protrain_compile.swapped_lives import NOTHING, moved_bytes, swap_plan
 
 Unit = Literal["size_bytes", "block_bytes", "segment_bytes"]
 HOST_ALIGNMENT_BYTES = 256
@@ -89,8 +91,15 @@ def live_values(shape: StepShape, choice: Choice, lowered: Lowered, unit: Unit =
     changes = [[0] * (length + 2) for length in lengths]
     places = _Places(lowered)
     recomputed = recomputed_segments(shape, choice.policies)
-    for life in shape.lives:
+    swapped_by = swap_plan(shape, choice.policies, recomputed).segment_of()
+    for number, life in enumerate(shape.lives):
         size = getattr(life, unit)
+        if number in swapped_by:
+            moved = life.swapped_bytes + size - life.size_bytes
+            for graph, begin, end, held in places.swapped_spans(life, swapped_by[number], size, moved):
+                changes[graph][begin] += held
+                changes[graph][end] -= held
+            continue
         for graph, begin, end in places.spans(shape, life, recomputed):
             changes[graph][begin] += size
             changes[graph][end] -= size
@@ -114,9 +123,11 @@ def find_peak(shape: StepShape, profile: Profile, choice: Choice, lowered: Lower
 
 
 def inside_bytes(shape: StepShape, profile: Profile, op: Op) -> int:
-    """Return the most that a call allocates beyond what is alive before it."""
+    """Return the most that a call allocates beyond what is alive before it; nothing for other operations."""
+    if op.op not in ("forward", "recompute", "backward"):
+        return 0
     segment = shape.segments[op.segment]
-    role: Role = op.op  # type: ignore[assignment]
+    role: Role = op.op
     cost = profile.templates[segment.template].parts.get(role)
     return segment.calls[role].returned_bytes + (cost.workspace_bytes if cost is not None else 0)
 
@@ -145,6 +156,16 @@ class _Places:
         end = self.ends[1] if life.returned else max(ends, default=begin)
         return [(1, begin, end)]
 
+    def swapped_spans(self, life: Life, segment: int, size: int, moved: int) -> list[tuple[int, int, int, int]]:
+        """Return graph, begin, end and bytes of a life that ``segment`` swaps, and of the memory for its copies."""
+        left, released = self.call["swap_out", segment], self.call["release_swapped", segment]
+        begin = next(self._snapshots) if life.birth == "snapshot" else self.call["forward", life.segment]
+        used = self.call.get(("forward", life.forward_until), begin)
+        found = [(0, begin, max(left if life.staged else released, used), size)]
+        if life.staged:
+            found.append((0, left, released, moved))
+        return [*found, (1, self.call["reload", segment], self.call["backward", segment], moved)]
+
     def _from_forward(
         self, shape: StepShape, life: Life, in_backward: tuple[int, int, int] | None
     ) -> list[tuple[int, int, int]]:
@@ -161,7 +182,7 @@ class _Places:
 
 
 def host_bytes(shape: StepShape, choice: Choice) -> dict[str, int]:
-    """Return the host bytes that a prepared model's chunks take, by kind."""
+    """Return the host bytes that chunks and swapped values take, by kind."""
     found = {"parameters": 0, "states": 0, "gradients": 0}
     landings = []
     for chunk, residency in zip(shape.chunks, choice.residency, strict=True):
@@ -174,7 +195,14 @@ def host_bytes(shape: StepShape, choice: Choice) -> dict[str, int]:
     if shape.landings and landings:
         landings = [max(landings)] * shape.landings
     found["gradients"] += sum(landings)
-    return found
+    return found | swapped_host_bytes(shape, choice.policies)
+
+
+def swapped_host_bytes(shape: StepShape, policies: Sequence[Policy]) -> dict[str, int]:
+    """Return the host bytes of swapped values, by kind: none where nothing is swapped."""
+    swaps = swap_plan(shape, policies, recomputed_segments(shape, policies)) if policies else NOTHING
+    slabs = [_aligned(moved_bytes(shape, lives)) for lives in swaps.lives.values()]
+    return {"activations": sum(slabs)} if slabs else {}
 
 
 def _aligned(size_bytes: int) -> int:

@@ -16,18 +16,57 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 from protrain_compile.chunks import Residency
 from protrain_compile.errors import PlanError
-from protrain_compile.lowering import Choice, late_chunks, lower, skeleton
-from protrain_compile.memory_model import find_peak, host_bytes, standing_bytes, total
+from protrain_compile.lowering import Choice, late_chunks, lower, recomputed_segments, skeleton
+from protrain_compile.memory_model import find_peak, host_bytes, standing_bytes, swapped_host_bytes, total
 from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
-from protrain_compile.profile import Profile
+from protrain_compile.profile import LinkRate, Profile, Role
 from protrain_compile.step_shape import StepShape, block_rounded
+from protrain_compile.swap_order import FARTHEST
+from protrain_compile.swapped_lives import moved_bytes, swap_plan
 
 Policies = tuple[Policy, ...]
 Residencies = tuple[Residency, ...]
+
+
+BETWEEN: tuple[Policy, ...] = ("keep", "recompute")
+"""Policies of blocks between swapped ones."""
+SWAP_STEPS = 12
+"""How many numbers of first blocks are looked at, of deep models."""
+
+
+def swap_interval(shape: StepShape, profile: Profile) -> int:
+    """Return the least distance of swapped blocks at which compute hides their copies, both ways; 0 if none does.
+
+    Copies hide behind the forwards, and on the way back the backwards, of that many blocks; the link is taken as busy
+    in both directions.
+    """
+    swap: Policy = "swap"
+    everything: Policies = (swap,) * len(shape.block_names)
+    swaps = swap_plan(shape, everything, recomputed_segments(shape, everything))
+    costs = [profile.templates[shape.segments[i].template].parts for i in swaps.lives]
+    hardware = profile.hardware
+    found = 0
+    ways: tuple[tuple[Role, LinkRate], ...] = (("forward", hardware.d2h), ("backward", hardware.h2d))
+    for role, link in ways:
+        times = [cost[role].ms for cost in costs if role in cost]
+        if not times or min(times) <= 0:
+            return 0
+        copy_ms = max(moved_bytes(shape, lives) for lives in swaps.lives.values()) / link.both_gb_per_s / 1e6
+        found = max(found, math.ceil(copy_ms / min(times)))
+    return found if found <= FARTHEST else 0
+
+
+def _interleaved(blocks: int, first: int, interval: int, rest: Policy) -> Policies:
+    """Return policies: of the ``first`` blocks every ``interval``-th is swapped (0: none), the others ``rest``."""
+    swap: Policy = "swap"
+    keep: Policy = "keep"
+    begin = tuple(swap if interval and i % interval == 0 else rest for i in range(first))
+    return begin + (keep,) * (blocks - first)
 
 
 class PlanSpace:
@@ -46,6 +85,7 @@ class PlanSpace:
         self.given = given
         self.buffer_counts = functools.cache(self._buffer_counts)
         self.host_bytes = functools.cache(self._host_bytes)
+        self._swapped = functools.cache(self._swapped_bytes)
         self._standing = functools.cache(self._standing_bytes)
         self._buffer = functools.cache(self._buffer_bytes)
         self._values = functools.cache(self._values_bytes)
@@ -58,9 +98,22 @@ class PlanSpace:
             fitted = given.fit(names).policies
             assert fitted is not None
             return (fitted,)
-        again: Policy = "recompute"
-        keep: Policy = "keep"
-        return tuple((again,) * (len(names) - kept) + (keep,) * kept for kept in range(len(names), -1, -1))
+        kept = [_interleaved(len(names), each, 0, "recompute") for each in range(len(names) + 1)]
+        return tuple(kept)
+
+    @functools.cached_property
+    def swap_patterns(self) -> tuple[Policies, ...]:
+        """More policies: every n-th of the first blocks is swapped, those between are kept or recomputed.
+
+        They are tried on the best plan without swap; none where the user gave policies or nothing hides the copies.
+        """
+        given, names = self.given, self.shape.block_names
+        interval = swap_interval(self.shape, self.profile)
+        if not interval or (given is not None and (given.policies or given.uniform_policy)):
+            return ()
+        firsts = [*range(1, len(names), max(1, len(names) // SWAP_STEPS)), len(names)]
+        swapping = [_interleaved(len(names), first, interval, rest) for rest in BETWEEN for first in firsts]
+        return tuple(dict.fromkeys(swapping))
 
     @functools.cached_property
     def residencies(self) -> tuple[Residencies, ...]:
@@ -130,9 +183,12 @@ class PlanSpace:
     def _buffer_bytes(self, residency: Residencies) -> int:
         return block_rounded(self.shape.largest_bytes(residency))
 
-    def _host_bytes(self, residency: Residencies) -> int:
-        """Return the host bytes of a residency."""
-        return total(host_bytes(self.shape, Choice((), residency, 0)))
+    def _host_bytes(self, residency: Residencies, policies: Policies) -> int:
+        """Return the host bytes of a residency and policies."""
+        return total(host_bytes(self.shape, Choice((), residency, 0))) + self._swapped(policies)
+
+    def _swapped_bytes(self, policies: Policies) -> int:
+        return total(swapped_host_bytes(self.shape, policies))
 
     # ---- all of it -----------------------------------------------------------------------------------------------
 

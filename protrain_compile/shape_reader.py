@@ -34,6 +34,7 @@ from protrain_compile.step_shape import (
     block_rounded,
     segment_rounded,
 )
+from protrain_compile.swap_layout import SwapLayout, lay_out
 from protrain_compile.updates.formats import StateFormat
 
 Key = fx.Node | SavedValue
@@ -103,6 +104,7 @@ class _Storage:
     recomputed: dict[int, Role] = dataclasses.field(default_factory=dict)
     collects: set[int] = dataclasses.field(default_factory=set)
     returned: bool = False
+    views: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     @property
     def lives(self) -> bool:
@@ -114,23 +116,36 @@ class _Storage:
         users = sorted({*self.kept, *self.recomputed})
         uses = tuple(Use(s, self.kept.get(s), self.recomputed.get(s)) for s in users)
         collects = tuple(sorted(self.collects))
-        return Life(self.birth, self.segment, self.forward_until, uses, collects, self.returned, 0, 0, 0)
+        staged = bool(self.views) and all(bundle.staged for bundle in self._layout().bundles)
+        return Life(self.birth, self.segment, self.forward_until, uses, collects, self.returned, 0, 0, 0, 0, staged)
+
+    @property
+    def swapped_bytes(self) -> int:
+        """What crosses the link where it is swapped."""
+        return self._layout().moved_bytes
+
+    def _layout(self) -> SwapLayout:
+        return lay_out(self.views, [0] * len(self.views))
 
 
 def _grouped(storages: Iterable[_Storage]) -> tuple[Life, ...]:
     """Return storages of one life together; a snapshot is an operation of its own, and so stays apart."""
     sizes: dict[tuple[Life, int], list[int]] = collections.defaultdict(list)
+    swapped: dict[tuple[Life, int], int] = collections.defaultdict(int)
     for number, storage in enumerate(storages):
         if storage.lives:
-            sizes[storage.life(), number if storage.birth == "snapshot" else -1].append(storage.size_bytes)
+            key = storage.life(), number if storage.birth == "snapshot" else -1
+            sizes[key].append(storage.size_bytes)
+            swapped[key] += storage.swapped_bytes
     return tuple(
         dataclasses.replace(
             life,
             size_bytes=sum(each),
             block_bytes=sum(map(block_rounded, each)),
             segment_bytes=sum(map(segment_rounded, each)),
+            swapped_bytes=swapped[life, number],
         )
-        for (life, _), each in sizes.items()
+        for (life, number), each in sizes.items()
     )
 
 
@@ -282,7 +297,19 @@ class _Reader:
         for key in arguments:
             _use(self.of.get(key), lambda storage: storage.kept, index, "backward")
             _use(again.get(key, self.of.get(key)), lambda storage: storage.recomputed, index, "backward")
+            self._view(key)
         self._call(index, "backward", parts.backward, arguments, segment.gradients, self.of)
+
+    def _view(self, key: Key) -> None:
+        """Note that the backward takes ``key``, a view of its storage."""
+        storage = self.of.get(key)
+        if isinstance(key, SavedValue):
+            parts = self._parts(key.segment)
+            value = fake_value(results_of(parts.forward)[parts.num_outputs + key.index])
+        else:
+            value = fake_value(key)
+        if storage is not None and isinstance(value, torch.Tensor) and value.device == self.program.device:
+            storage.views.append(value)
 
     def _recompute(self, index: int, parts: Parts, arguments: list[Key]) -> dict[Key, _Storage]:
         """Note a recompute; return the storages of what it returns."""

@@ -26,7 +26,7 @@ from protrain_compile.byte_text import format_size
 from protrain_compile.cost_model import Prediction, rates_of, simulate, simulate_choice
 from protrain_compile.errors import BudgetError, PlanError
 from protrain_compile.lowering import Choice, lower
-from protrain_compile.plan import MIN_BUFFERS, Plan
+from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
 from protrain_compile.plan_space import PlanSpace, Policies, Residencies
 from protrain_compile.profile import Profile
 from protrain_compile.step_jobs import step_jobs
@@ -86,7 +86,7 @@ def search(
     choice = found.run()
     if choice is None:
         raise budget_error(found.space, device_bytes, host_bytes)
-    choice = found.prefer_resident(choice)
+    choice = found.swap_where_faster(found.prefer_resident(choice))
     plan = found.space.plan(choice)
     return Solution(plan, simulate(shape, profile, plan), found.simulated)
 
@@ -170,12 +170,34 @@ class Search:
             return choice
         return resident if self._simulate(resident) <= self._simulate(choice) * (1 + STAY_SHARE) else choice
 
+    def swap_where_faster(self, choice: Choice) -> Choice:
+        """Return a plan that swaps in place of recomputing, where it is faster and compute hides the copies.
+
+        Hidden: within ``STAY_SHARE`` of the same plan with all that is swapped kept on the device.
+        """
+        if "recompute" not in choice.policies:
+            return choice
+        best, best_ms = choice, self._simulate(choice)
+        for policies in self.space.swap_patterns:
+            other = dataclasses.replace(choice, policies=policies)
+            limit = best_ms * (1 - SAME_SHARE)
+            if self.bounds.compute_ms(policies, choice.residency) >= limit or not self._within_budgets(other):
+                continue
+            ms = self._simulate(other)
+            if ms < limit and ms <= self._simulate(_all_kept(other)) * (1 + STAY_SHARE):
+                best, best_ms = other, ms
+        return best
+
+    def _within_budgets(self, choice: Choice) -> bool:
+        on_host = self.space.host_bytes(choice.residency, choice.policies)
+        return self.space.peak_bytes(choice) <= self.device_bytes and on_host <= self.host_bytes
+
     def _begin(self) -> None:
         """Wait for all residencies of each pattern of policies: only what may be best is looked at closer."""
         self._residencies = [
             (residency, self.bounds.shared_ms(residency, counts[-1]), counts[0])
             for residency in self.space.residencies
-            if (counts := self.space.buffer_counts(residency)) and self.space.host_bytes(residency) <= self.host_bytes
+            if (counts := self.space.buffer_counts(residency))
         ]
         for policies in self.space.policy_patterns if self._residencies else ():
             least = min(max(s, self.bounds.compute_ms(policies, r)) for r, s, _ in self._residencies)
@@ -185,7 +207,9 @@ class Search:
         """Replace the residencies of some policies by those that fit."""
         for residency, shared, fewest in self._residencies:
             least = self.space.peak_bytes(Choice(policies, residency, fewest))
-            if least <= self.device_bytes:
+            if least <= self.device_bytes and self.space.host_bytes(residency, policies) <= self.host_bytes:
+                most = self.space.buffer_counts(residency)[-1]
+                shared = self.bounds.shared_ms(residency, most, policies)
                 ms = max(shared, self.bounds.compute_ms(policies, residency))
                 self._wait((_bound_cell(ms), least), _Group(policies, residency, ms), 0)
 
@@ -214,7 +238,7 @@ class Search:
 
     def _key(self, group: _Group, leaf: Choice) -> Key:
         """Return the best that a leaf may be."""
-        ms = max(group.least_ms, self.bounds.shared_ms(leaf.residency, leaf.buffers))
+        ms = max(group.least_ms, self.bounds.shared_ms(leaf.residency, leaf.buffers, leaf.policies))
         return _bound_cell(ms), self.space.peak_bytes(leaf)
 
     def _simulate(self, choice: Choice) -> float:
@@ -257,6 +281,12 @@ class Search:
         shape, profile = self.space.shape, self.space.profile
         jobs = step_jobs(shape, profile, choice, lower(shape, choice), chunk_launches=False)
         group.least_ms = max(group.least_ms, undisturbed_ms(jobs))
+
+
+def _all_kept(choice: Choice) -> Choice:
+    """Return the choice with all that is swapped kept."""
+    keep: Policy = "keep"
+    return dataclasses.replace(choice, policies=tuple(keep if each == "swap" else each for each in choice.policies))
 
 
 _Place = tuple[int, int, str]
@@ -318,7 +348,7 @@ def _needs(space: PlanSpace) -> list[tuple[int, int, Choice]]:
         counts = space.buffer_counts(residency)
         for policies in space.policy_patterns if counts else ():
             choice = Choice(policies, residency, counts[0])
-            found.append((space.peak_bytes(choice), space.host_bytes(residency), choice))
+            found.append((space.peak_bytes(choice), space.host_bytes(residency, policies), choice))
     return found
 
 

@@ -9,6 +9,8 @@ who waits for whom)::
               update      of a persistent chunk
     h2d       prefetch    the buffer's last reader, the departure of gradients from it, the chunk's last update
     d2h       offload     collect; the host to have emptied the landing
+    d2h       swap_out    the forward of its segment; what compute does after release waits for it
+    h2d       reload      compute so far, as its memory may have had a reader; the departure of the values
     host      update      offload
 
 A stream does its jobs in order. Jobs of a step may wait for jobs of the step before. The thread that launches them is a
@@ -22,9 +24,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
-from protrain_compile.lowering import Choice, Lowered, Op
-from protrain_compile.profile import Format, HardwareProfile, Profile, Role
+from protrain_compile.lowering import Choice, Lowered, Op, recomputed_segments
+from protrain_compile.profile import Format, HardwareProfile, LinkRate, Profile, Role
 from protrain_compile.step_shape import ChunkShape, StepShape
+from protrain_compile.swapped_lives import moved_bytes, swap_plan
 from protrain_compile.updates.threads import threads_of_share
 
 COMPUTE, H2D, D2H, HOST = range(4)
@@ -32,6 +35,9 @@ STREAMS = ("compute", "h2d", "d2h", "host")
 
 CHUNK_LAUNCHES = {"wait": 1, "release": 1, "prefetch": 4, "collect": 3, "offload": 5, "update": 1}
 """Calls into the driver for an operation on a chunk (waits, copies, kernels and events in ``residency``)."""
+
+SWAP_LAUNCHES = {"swap_out": 8, "release_swapped": 1, "reload": 8, "wait_reload": 1}
+"""The same for swapped values: events, and about one copy or allocation for each of a few large values."""
 
 COLLECT_PASSES = 3
 """Times that ``collect`` reads or writes a chunk's bytes: it clears the buffer, reads gradients and writes them."""
@@ -97,13 +103,18 @@ class Durations:
         self._threads = threads_of_share(hardware.cores)
         self._passes = COLLECT_PASSES + shape.clips
 
+    @staticmethod
+    def copy(size_bytes: int, link: LinkRate) -> float:
+        """Return the time of a copy over one direction of the link."""
+        return size_bytes / link.alone_gb_per_s / 1e6
+
     def prefetch(self, chunk: ChunkShape) -> float:
         """Return the time of a copy to the device."""
-        return chunk.size_bytes / self.hardware.h2d.alone_gb_per_s / 1e6
+        return self.copy(chunk.size_bytes, self.hardware.h2d)
 
     def offload(self, chunk: ChunkShape) -> float:
         """Return the time of a copy from the device."""
-        return chunk.size_bytes / self.hardware.d2h.alone_gb_per_s / 1e6
+        return self.copy(chunk.size_bytes, self.hardware.d2h)
 
     def collect(self, chunk: ChunkShape) -> float:
         """Return the time of writing gradients into a chunk, and with clipping of measuring their norm."""
@@ -144,6 +155,9 @@ class _Writer:
         self.choice = choice
         self.chunk_launches = chunk_launches
         self.durations = Durations(shape, profile.hardware)
+        self.swaps = swap_plan(shape, choice.policies, recomputed_segments(shape, choice.policies))
+        self.swapped: dict[int, Ref] = {}
+        self.reloaded: dict[int, Ref] = {}
         self.jobs: list[tuple[int, float, list[Ref | _Wanted | None], float, Ref | None]] = []
         self.job_of: list[int] = []
         self.last_compute: Ref = (-1, -1)
@@ -191,7 +205,10 @@ class _Writer:
         """Write the jobs of a step."""
         for op in (*lowered.forward, *lowered.backward):
             before = len(self.jobs)
-            if op.segment >= 0:
+            if op.op in SWAP_LAUNCHES:
+                self._launch(SWAP_LAUNCHES[op.op])
+                getattr(self, f"_{op.op}")(op.segment)
+            elif op.segment >= 0:
                 self._call(op)
             elif op.op in CHUNK_LAUNCHES:
                 self._launch(CHUNK_LAUNCHES[op.op] * self.chunk_launches)
@@ -220,6 +237,20 @@ class _Writer:
         cost = parts.get(cast("Role", op.op))
         self._launch(cost.launches if cost is not None else 0)
         self._compute(cost.ms if cost is not None else 0.0, [])
+
+    def _swap_out(self, segment: int) -> None:
+        ms = self.durations.copy(moved_bytes(self.shape, self.swaps.lives[segment]), self.durations.hardware.d2h)
+        self.swapped[segment] = self._add(D2H, ms, [self.last_compute])
+
+    def _release_swapped(self, segment: int) -> None:
+        self._awaited.append(self.swapped[segment])
+
+    def _reload(self, segment: int) -> None:
+        ms = self.durations.copy(moved_bytes(self.shape, self.swaps.lives[segment]), self.durations.hardware.h2d)
+        self.reloaded[segment] = self._add(H2D, ms, [self.last_compute, self.swapped[segment]])
+
+    def _wait_reload(self, segment: int) -> None:
+        self._awaited.append(self.reloaded[segment])
 
     def _wait(self, chunk: int, buffer: int) -> None:
         self._awaited.append(self._last("arrival", buffer))

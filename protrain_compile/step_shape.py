@@ -87,6 +87,8 @@ class Life:
         size_bytes: Their bytes.
         block_bytes: Their bytes, each rounded up to the allocator's blocks.
         segment_bytes: Their bytes, large ones rounded up to what the allocator takes from the device.
+        swapped_bytes: What crosses the link where they are swapped; 0 for what cannot be.
+        staged: Whether they cross it through a staging buffer (see ``swap_layout``).
     """
 
     birth: Birth
@@ -98,6 +100,8 @@ class Life:
     size_bytes: int
     block_bytes: int
     segment_bytes: int
+    swapped_bytes: int = 0
+    staged: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

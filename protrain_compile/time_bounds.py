@@ -20,6 +20,7 @@ from protrain_compile.plan_space import Policies, Residencies
 from protrain_compile.profile import Profile, Role
 from protrain_compile.step_jobs import Durations
 from protrain_compile.step_shape import CallShape, StepShape
+from protrain_compile.swapped_lives import moved_bytes, swap_plan
 from protrain_compile.timeline import Speeds
 
 Work = tuple[float, float, float]
@@ -43,6 +44,7 @@ class TimeBounds:
         self.own_updates_ms = functools.cache(self._own_updates)
         self.calls = functools.cache(self._calls)
         self.moved = functools.cache(self._moved)
+        self.swapped = functools.cache(self._swapped)
         self.read_again = {c for each in shape.segments for c in _backward_chunks(each.calls)}
 
     # ---- compute -------------------------------------------------------------------------------------------------
@@ -84,11 +86,21 @@ class TimeBounds:
         leave, update = sum(self.leave[c] for c in moving), sum(self.update[c] for c in moving)
         return forward, leave, update, list(reversed(again))
 
-    def shared_ms(self, residency: Residencies, buffers: int) -> float:
+    def shared_ms(self, residency: Residencies, buffers: int, policies: Policies = ()) -> float:
         """Return the least time for all copies and updates; buffers keep some chunks for the backward."""
         forward, leave, update, again = self.moved(residency)
-        work = (forward + sum(again[buffers:]), leave, update)
+        swapped_in, swapped_out = self.swapped(policies)
+        work = (forward + sum(again[buffers:]) + swapped_in, leave + swapped_out, update)
         return max(sum(price * ms for price, ms in zip(each, work, strict=True)) for each in self.prices)
+
+    def _swapped(self, policies: Policies) -> tuple[float, float]:
+        """Return work of h2d and d2h for swapped values."""
+        if "swap" not in policies:
+            return 0.0, 0.0
+        swaps = swap_plan(self.shape, policies, recomputed_segments(self.shape, policies))
+        size = sum(moved_bytes(self.shape, lives) for lives in swaps.lives.values())
+        hardware = self.profile.hardware
+        return Durations.copy(size, hardware.h2d), Durations.copy(size, hardware.d2h)
 
     # ---- the cycle -----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from protrain_compile import Plan
 from protrain_compile.cost_model import simulate
 from protrain_compile.errors import BudgetError
 from protrain_compile.lowering import late_chunks
-from protrain_compile.plan_space import PlanSpace
+from protrain_compile.plan import POLICIES
+from protrain_compile.plan_space import PlanSpace, swap_interval
 from protrain_compile.profile import Profile
 from protrain_compile.solver import STAY_SHARE, Key, search, time_cell
 from protrain_compile.step_shape import CallShape, StepShape
@@ -79,7 +80,9 @@ def test_equals_brute_force(seed: int) -> None:
     assert found.prediction.host_bytes <= host
     assert found.simulated <= len(plans) + 2
     best = min(fitting, key=lambda each: each[:2])
-    if "recompute" in found.plan.policies or set(found.plan.residency or ()) != {"persistent"}:
+    if "swap" in (found.plan.policies or ()):
+        assert found.prediction.step_ms < best[1]
+    elif set(found.plan.policies or ()) != {"keep"} or set(found.plan.residency or ()) != {"persistent"}:
         assert (time_cell(found.prediction.step_ms), found.prediction.peak_bytes) == best[0]
     else:
         assert found.prediction.step_ms <= best[1] * (1 + STAY_SHARE)
@@ -116,7 +119,7 @@ def test_what_is_given_stays(seed: int, part: str) -> None:
     shape, profile, draw = draw_case(seed)
     blocks, chunks = len(shape.block_names), len(shape.chunks)
     wanted = Plan(
-        policies=tuple(draw.choice(("keep", "recompute")) for _ in range(blocks)) if part == "policies" else None,
+        policies=tuple(draw.choice(POLICIES) for _ in range(blocks)) if part == "policies" else None,
         residency=tuple(draw.choice(("persistent", "offloaded", "split")) for _ in range(chunks))
         if part == "residency"
         else None,
@@ -133,6 +136,36 @@ def test_a_chunk_read_late() -> None:
     stack = Stack(blocks=3)
     assert late_chunks(read_late(stack.shape())) == (4,)
     assert late_chunks(stack.shape()) == ()
+
+
+def test_swap_where_compute_hides_it() -> None:
+    """Just below what keeping all needs, swapping costs nothing; with a slow link it is not even looked at."""
+    stack = Stack(blocks=12, chunk_mb=1, ends_mb=1, saved_mb=400, forward_ms=6.0, backward_ms=12.0)
+    shape, profile = stack.shape(), stack.profile()
+    assert swap_interval(shape, profile) == 2
+    keep = simulate(shape, profile, Plan.uniform("keep"))
+    found = search(shape, profile, device_bytes=keep.peak_bytes - 500 * MB, host_bytes=None)
+    assert found.plan.policies is not None
+    assert "swap" in found.plan.policies
+    assert "recompute" not in found.plan.policies
+    assert found.prediction.step_ms <= 1.03 * keep.step_ms
+    assert found.prediction.host_kinds["activations"] > 0
+    slow = stack.profile(link=5.0, both=5.0, beside=5.0)
+    assert swap_interval(shape, slow) == 0
+    again = search(shape, slow, device_bytes=keep.peak_bytes - 500 * MB, host_bytes=None)
+    assert again.plan.policies is not None
+    assert "swap" not in again.plan.policies
+
+
+def test_swap_and_recompute_are_interleaved() -> None:
+    """Where keep and swap do not fit, blocks between swapped ones are recomputed."""
+    stack = Stack(blocks=12, chunk_mb=1, ends_mb=1, saved_mb=400, forward_ms=6.0, backward_ms=12.0)
+    shape, profile = stack.shape(), stack.profile()
+    recompute = simulate(shape, profile, Plan.uniform("recompute"))
+    found = search(shape, profile, device_bytes=recompute.peak_bytes + 500 * MB, host_bytes=None)
+    assert found.plan.policies is not None
+    assert set(found.plan.policies) >= {"swap", "recompute"}
+    assert found.prediction.step_ms < 0.9 * recompute.step_ms
 
 
 def test_the_host_budget_is_named() -> None:
@@ -183,7 +216,7 @@ def test_a_model_that_is_not_prepared() -> None:
     assert whole.plan.policies == ("keep",) * 4
     part = search(shape, stack.profile(), device_bytes=whole.prediction.peak_bytes - 1, host_bytes=None)
     assert part.plan.policies is not None
-    assert 0 < part.plan.policies.count("recompute") < 4
+    assert 0 < part.plan.policies.count("keep") < 4
 
 
 @pytest.mark.parametrize("clips", [False, True])

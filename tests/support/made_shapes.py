@@ -102,7 +102,7 @@ class Stack:
 
 def _life(birth: Any, segment: int, size_mb: int, until: int = -1, uses: Any = (), collects: Any = ()) -> Life:
     size = size_mb * MB
-    return Life(birth, segment, until, tuple(uses), collects, False, size, size, size)
+    return Life(birth, segment, until, tuple(uses), collects, False, size, size, size, size * (birth == "forward"))
 
 
 def plain_hardware(

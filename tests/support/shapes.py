@@ -17,7 +17,7 @@ from protrain_compile import Plan
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.chunks import ChunkBinding
 from protrain_compile.lowering import Choice, Op
-from protrain_compile.plan import Loss
+from protrain_compile.plan import POLICIES, Loss
 from protrain_compile.program import Program
 from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.shape_reader import Training, step_shape
@@ -67,7 +67,7 @@ def real_operations(schedule: Schedule, graph: str) -> list[Op]:
     for node in schedule.graphs[graph].graph.nodes:
         operation = operation_of(node)
         if operation is not None:
-            name: Any = operation.op
+            name: Any = node.target.__name__ if "layout" in node.meta else operation.op
             segment = operation.segment if operation.chunk < 0 and name != "snapshot" else -1
             buffer = node.kwargs.get("buffer")
             found.append(Op(name, segment, operation.chunk, -1 if buffer is None else buffer))
@@ -76,7 +76,7 @@ def real_operations(schedule: Schedule, graph: str) -> list[Op]:
 
 def random_choice(shape: StepShape, draw: random.Random) -> Choice:
     """Return a choice of any kind."""
-    policies: Any = tuple(draw.choice(("keep", "recompute")) for _ in shape.block_names)
+    policies: Any = tuple(draw.choice(POLICIES) for _ in shape.block_names)
     kinds = draw.choice((("offloaded",), ("persistent", "offloaded"), ("persistent", "offloaded", "split")))
     residency: Any = tuple(draw.choice(kinds) for _ in shape.chunks)
     return Choice(policies, residency, draw.randint(3, 6))
