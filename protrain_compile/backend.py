@@ -106,12 +106,12 @@ class _Build:
         self.graph = CompiledGraph(program, self.options, self.origin, records, self._announce)
         self.graph.build_s = time.perf_counter() - self.start
         live_graphs.add(self.graph)
-        if not any(source.managed for source in program.inputs):
+        if not self.graph.plans_when_called:
             self._announce(self.graph, self.graph.default)
         return self.graph
 
     def _announce(self, graph: CompiledGraph, schedule: Schedule) -> None:
-        """Show a schedule; a prepared model's is known when the model is first called."""
+        """Show a schedule; one that is planned is known when the model is first called."""
         announce(graph, schedule, self.options.schedule)
 
 

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from protrain_compile import __version__
-from protrain_compile.commands import demo, profile
+from protrain_compile.commands import demo, plan, profile
 from protrain_compile.errors import OptionError, ProtrainError
 
-COMMANDS = (demo, profile)
+COMMANDS = (demo, plan, profile)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from protrain_compile.schedule_digest import collective_lines
 from protrain_compile.sharded_residency import ShardedResidency
 from protrain_compile.shards import Sharding
 from protrain_compile.shared_gradients import SharedGradients
+from protrain_compile.sizes import size_bytes
 from protrain_compile.update_book import UpdateBook
 from protrain_compile.update_guard import UpdateGuard
 from protrain_compile.updates.definition import Segment
@@ -114,10 +115,10 @@ class ManagedModel:
 
     def bind(
         self,
-        places: dict[int, int],
+        places: Mapping[int, int],
         first_uses: Sequence[Sequence[int]],
         plan: Plan,
-        read_as: dict[int, torch.dtype],
+        read_as: Mapping[int, torch.dtype],
     ) -> ChunkBinding:
         """Return how a call's parameters lie in chunks; the first call packs them.
 
@@ -185,6 +186,11 @@ class ManagedModel:
         assert packing.division is not None
         assert self.preparation.ranks is not None
         return ShardedStore(packing.spec, packing.division, self.preparation.ranks, self.preparation.host_budget)
+
+    def unpacked_bytes(self) -> int:
+        """Return the device bytes that originals take which are not packed yet."""
+        device = self.preparation.device
+        return size_bytes(source for source in self._sources if source is not None and source.device == device)
 
     def _move_in(self, store: ChunkStore) -> None:
         """Write the originals into their chunks, freeing each, then the optimizer's states.

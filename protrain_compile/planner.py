@@ -1,32 +1,158 @@
-"""Where chunks live by default, until the search exists: a simple greedy rule.
+"""What is decided for one step: from a StepShape, budgets and a Profile to a Plan.
 
-Chunks are persistent from the front while they fit into half of the free device memory, the other half being left to
-activations: the first chunks are updated last in a step, where nothing is left to hide their update.
+In this order::
+
+    a whole plan was given                        that one
+    nothing bounds memory, or everything fits     everything resident and kept: an estimate says so, nothing is profiled
+    by far
+    else                                          profile the templates, then search
+
+Numbers only: what they are is gathered by ``runtime.planning`` for a model that runs, and by ``commands.plan`` for one
+that is only planned.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from protrain_compile.chunks import Chunk, ChunkLayout, Residency
+from protrain_compile.cost_model import Prediction, simulate
 from protrain_compile.plan import MIN_BUFFERS, Loss, Plan
+from protrain_compile.profile import Profile
 from protrain_compile.program import Program
 from protrain_compile.row_loop import loop_of, row_loops
+from protrain_compile.solver import search
+from protrain_compile.step_shape import StepShape
 
 DEFAULT_BUFFERS = 4
 """One more than the least, so that a copy that is late does not stop compute at once."""
 
 SHARE_FOR_CHUNKS = 0.5
-"""Of the free device memory; the rest is for activations and workspace. A guess that the search will replace."""
+"""Of the free device memory, where nothing is known of activations yet: the rest is left to them."""
 
 SLICED_LOGITS_BYTES = 256 << 20
 """Logits from this size on are sliced by default: a loop over smaller ones would save little of any device's memory."""
+
+FITS_BY_FAR = 0.75
+"""Share of the budget up to which an estimated peak is believed. Workspace is the part that is only estimated, and the
+values between calls, which are exact, are the larger part."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Budgets:
+    """Bytes that a step may use.
+
+    Attributes:
+        device_bytes: On the device; None where nothing bounds it.
+        host_bytes: On the host; None where nothing bounds it.
+    """
+
+    device_bytes: int | None
+    host_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """What cannot be decided any more: where the chunks of a packed model live, and its chunk buffers."""
+
+    residency: tuple[Residency, ...]
+    buffers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A plan without gaps, and what it is predicted to cost.
+
+    Attributes:
+        plan: The policy of every block; for a prepared model the residency of every chunk, and the buffers.
+        prediction: What a step costs; None where nothing bounds memory.
+        measured: Whether the prediction's times come from measurements on the device.
+    """
+
+    plan: Plan
+    prediction: Prediction | None = None
+    measured: bool = False
+
+
+def decide(
+    shape: StepShape,
+    budgets: Budgets,
+    given: Plan | None,
+    estimate: Callable[[], Profile],
+    measure: Callable[[], Profile],
+    fixed: Fixed | None = None,
+) -> Decision:
+    """Return the plan of a step.
+
+    Args:
+        shape: The step.
+        budgets: What it may use.
+        given: What the user wants, or None; what it leaves open is decided.
+        estimate: Returns an estimated profile; its times are not used.
+        measure: Returns the profile to search with.
+        fixed: What was decided for an earlier shape of the same model.
+
+    Raises:
+        BudgetError: If no plan fits; it names the smallest budget that would do.
+        PlanError: If ``given`` does not fit the model.
+    """
+    resident = complete(shape, given, fixed)
+    if budgets.device_bytes is None:
+        return Decision(resident)
+    if is_decided(shape, given, fixed):
+        return Decision(resident, simulate(shape, estimate(), resident))
+    prediction = simulate(shape, estimate(), resident)
+    if prediction.peak_bytes <= FITS_BY_FAR * budgets.device_bytes:
+        return Decision(resident, prediction)
+    profile = measure()
+    wanted = constraint(given, fixed)
+    solution = search(shape, profile, device_bytes=budgets.device_bytes, host_bytes=budgets.host_bytes, given=wanted)
+    measured = all(template.measured for template in profile.templates)
+    return Decision(solution.plan.fit(shape.block_names), solution.prediction, measured)
+
+
+def complete(shape: StepShape, given: Plan | None, fixed: Fixed | None = None) -> Plan:
+    """Return ``given`` with its gaps filled: keep, persistent, and enough buffers to copy ahead."""
+    plan = (given or Plan.uniform()).fit(shape.block_names)
+    if not shape.chunks:
+        return plan
+    resident: Residency = "persistent"
+    residency = plan.fit_chunks(len(shape.chunks)) or (resident,) * len(shape.chunks)
+    buffers = plan.buffers or default_buffers(residency)
+    if fixed is not None:
+        residency, buffers = fixed.residency, fixed.buffers
+    return dataclasses.replace(plan, residency=residency, uniform_residency=None, buffers=buffers)
+
+
+def is_decided(shape: StepShape, given: Plan | None, fixed: Fixed | None) -> bool:
+    """Whether nothing is left open."""
+    if given is None or (given.policies is None and given.uniform_policy is None):
+        return False
+    return not shape.chunks or fixed is not None or given.fit_chunks(len(shape.chunks)) is not None
+
+
+def constraint(given: Plan | None, fixed: Fixed | None) -> Plan | None:
+    """Return what the search may not change."""
+    if fixed is None:
+        return given
+    plan = given or Plan()
+    return dataclasses.replace(plan, residency=fixed.residency, uniform_residency=None, buffers=fixed.buffers)
+
+
+def default_buffers(residency: tuple[Residency, ...]) -> int:
+    """Return how many standard chunk buffers there are where nobody says: enough to copy ahead."""
+    offloaded = sum(each == "offloaded" for each in residency)
+    return max(MIN_BUFFERS, min(DEFAULT_BUFFERS, offloaded))
 
 
 def choose_residency(
     layout: ChunkLayout, plan: Plan | None, free_bytes: int | None, state_bytes: Callable[[Chunk], int]
 ) -> tuple[Residency, ...]:
-    """Return the residency of every chunk: the Plan's, or greedy.
+    """Return the residency of every chunk where no step is known: the Plan's, or by a greedy rule.
+
+    Chunks are persistent from the front while they fit into half of the free device memory. From it ``prepare`` tells
+    about how much host memory a model will need.
 
     Args:
         layout: The chunks.
@@ -55,12 +181,6 @@ def choose_residency(
         room -= cost if fits else 0
         chosen.append("persistent" if fits else "offloaded")
     return tuple(chosen)
-
-
-def default_buffers(residency: tuple[Residency, ...]) -> int:
-    """Return how many standard chunk buffers there are where nobody says: enough to copy ahead."""
-    offloaded = sum(each == "offloaded" for each in residency)
-    return max(MIN_BUFFERS, min(DEFAULT_BUFFERS, offloaded))
 
 
 def choose_loss(program: Program, plan: Plan) -> Loss:

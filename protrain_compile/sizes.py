@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+SymbolValues = Mapping[Any, int]
+"""A number for each symbol of symbolic sizes."""
+
+_at: contextvars.ContextVar[SymbolValues] = contextvars.ContextVar("protrain_sizes_at", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def sizes_at(values: SymbolValues) -> Iterator[None]:
+    """Let sizes be those for ``values`` of their symbols, instead of those that they were traced with."""
+    token = _at.set(values)
+    try:
+        yield
+    finally:
+        _at.reset(token)
+
 
 def hint(value: Any) -> int:
-    """Return a size as a plain number: of a symbol, the value that it was traced with."""
+    """Return a size as a plain number: of a symbol, the value that ``sizes_at`` gives, or that it was traced with."""
     if isinstance(value, torch.SymInt):
+        if values := _at.get():
+            expression = value.node.expr.xreplace(values)
+            if expression.is_number:
+                return int(expression)
         found = value.node.hint
         return int(found) if found is not None else 0
     return int(value)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from protrain_compile.cost_model import Prediction
 from protrain_compile.errors import ProtrainError
 from protrain_compile.managed import ManagedModel
 from protrain_compile.options import parse_plan
@@ -17,7 +18,8 @@ from protrain_compile.plan import Plan
 from protrain_compile.profiler.measure import profile_program
 from protrain_compile.report.profile_table import render_profile
 from protrain_compile.report.registry import live_graphs
-from protrain_compile.report.render import format_bytes, render, to_dict
+from protrain_compile.report.render import render, to_dict
+from protrain_compile.report.units import format_bytes
 from protrain_compile.runtime.compiled_graph import Binding, CompiledGraph
 from protrain_compile.schedule import Schedule
 
@@ -73,6 +75,13 @@ class ModelSchedule:
         ]
         for binding, schedule in chosen:
             binding.schedule = schedule
+
+    def predict(self) -> tuple[Prediction, ...]:
+        """Return what a step of the plan in use costs, graph by graph; on a GPU its templates are profiled first.
+
+        On the CPU, bytes are what they are there, and times those of the machine whose rates come with the package.
+        """
+        return tuple(part.graph.predict(part.bindings[0]) for part in self.parts)
 
     def render(self, *, full: bool = False) -> str:
         """Return the printed schedules; ``full`` prints every block."""

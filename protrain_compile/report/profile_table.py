@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from protrain_compile.profile import HardwareProfile, NodeCost, Profile, TemplateProfile
 from protrain_compile.program import Program
-from protrain_compile.report.render import format_bytes
+from protrain_compile.report.units import format_bytes
 
 OPS_SHOWN = 12
 """Operations of a template that have a row of their own; the others share one."""

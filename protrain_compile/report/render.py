@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from protrain_compile.chunks import RESIDENCIES, ChunkBinding
+from protrain_compile.chunks import ChunkBinding
+from protrain_compile.cost_model import TimedOperation
 from protrain_compile.liveness import saved_bytes, schedule_liveness
-from protrain_compile.plan import POLICIES
 from protrain_compile.program import GraphInput, InputKind, fake_value
+from protrain_compile.report.plan_table import chunks_text, memory_text, policies_text, prediction_dict, time_text
 from protrain_compile.report.rows import Fold, Row, fold, schedule_rows
+from protrain_compile.report.units import format_bytes
 from protrain_compile.runtime.compiled_graph import CompiledGraph
+from protrain_compile.runtime.planning import Planned
 from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.shards import SHARDINGS
 from protrain_compile.sizes import size_bytes
@@ -29,29 +32,48 @@ COLUMNS = {
     "saved": "right",
     "moved": "right",
     "live": "right",
+    "at ms": "right",
+    "ms": "right",
     "after": "left",
 }
-"""Columns and their alignment. ``moved`` is left out where nothing moves."""
+"""Columns and their alignment. ``moved`` is left out where nothing moves, times where no prediction was measured."""
 
-
-def format_bytes(size: int) -> str:
-    """Return ``size`` in bytes with a binary unit, three figures."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    digits = 0 if unit == "B" or value >= 100 else 1 if value >= 10 else 2
-    return f"{value:.{digits}f} {unit}"
+Times = Mapping[int, TimedOperation]
+"""The predicted operation of each row, by the row's number."""
 
 
 def render(graph: CompiledGraph, schedule: Schedule, *, full: bool = False) -> str:
     """Return the schedule as text; ``full`` prints every block."""
-    lines = [_header(graph, schedule), _plan_line(schedule), _memory_line(schedule), *_notes(graph)]
+    planned = graph.planned(schedule)
+    rows = schedule_rows(schedule)
+    lines = [_header(graph, schedule), _plan_line(schedule), *_predicted_line(planned), _memory_line(schedule)]
     shown: dict[str, list[Row | Fold]] = {
-        name: [*rows] if full else [*fold(schedule, rows)] for name, rows in schedule_rows(schedule).items()
+        name: [*each] if full else [*fold(schedule, each)] for name, each in rows.items()
     }
-    return "\n".join([*lines, *_table(shown)])
+    return "\n".join([*lines, *_notes(graph), *_table(shown, _times(planned, rows))])
+
+
+def _predicted_line(planned: Planned | None) -> list[str]:
+    """Return the line of what was predicted; times only where they were measured on the device."""
+    if planned is None or planned.prediction is None:
+        return []
+    memory = memory_text(planned.prediction)
+    time = f"{time_text(planned.prediction, measured=True)}; " if planned.decision.measured else ""
+    budget = planned.budget
+    allowed = "" if budget.allowed_bytes is None else f"; budget {format_bytes(budget.allowed_bytes)}"
+    others = f", {format_bytes(budget.other_bytes)} of it held by others" if budget.other_bytes else ""
+    return [f"predicted {time}{memory}{allowed}{others}"]
+
+
+def _times(planned: Planned | None, rows: Mapping[str, list[Row]]) -> Times:
+    """Return the predicted operation of every row, where times were measured: both are in the order of the graphs."""
+    if planned is None or planned.prediction is None or not planned.decision.measured:
+        return {}
+    flat = [row for each in rows.values() for row in each]
+    predicted = planned.prediction.operations
+    if [row.operation.op for row in flat] != [each.op for each in predicted]:
+        return {}
+    return {row.number: each for row, each in zip(flat, predicted, strict=True)}
 
 
 def _header(graph: CompiledGraph, schedule: Schedule) -> str:
@@ -72,22 +94,16 @@ def _device(module: torch.fx.GraphModule) -> str:
 
 
 def _plan_line(schedule: Schedule) -> str:
-    blocks = len(schedule.plan.policies or ())
-    counts: collections.Counter[str] = collections.Counter(schedule.plan.policies)
-    text = f"plan      {blocks} blocks: " + ", ".join(f"{counts[p]} {p}" for p in POLICIES)
+    policies, chunks = schedule.plan.policies or (), schedule.chunks
+    text = f"plan      {policies_text(policies)}"
     if not schedule.program.differentiable:
-        text = f"plan      {blocks} blocks: no backward, so nothing is kept for one"
+        text = f"plan      {len(policies)} blocks: no backward, so nothing is kept for one"
     if schedule.loss_slices > 1:
         text += f"; loss in {schedule.loss_slices} slices"
-    return text if schedule.chunks is None else f"{text}; {_chunks_text(schedule.chunks)}"
-
-
-def _chunks_text(chunks: ChunkBinding) -> str:
-    kinds: collections.Counter[str] = collections.Counter(chunks.residency)
-    counts = ", ".join(f"{kinds[kind]} {kind}" for kind in RESIDENCIES)
-    largest = format_bytes(chunks.layout.largest_bytes)
-    buffers = f", {chunks.buffers} buffers" if kinds["offloaded"] else ""
-    return f"{len(chunks.layout.chunks)} chunks of up to {largest}: {counts}{buffers}{_ranks_text(chunks)}"
+    if chunks is None:
+        return text
+    moved = chunks_text(chunks.residency, chunks.layout.largest_bytes, chunks.buffers)
+    return f"{text}; {moved}{_ranks_text(chunks)}"
 
 
 def _ranks_text(chunks: ChunkBinding) -> str:
@@ -124,11 +140,13 @@ def _notes(graph: CompiledGraph) -> list[str]:
     return [f"note      {note}" for note in notes]
 
 
-def _table(shown: Mapping[str, list[Row | Fold]]) -> list[str]:
+def _table(shown: Mapping[str, list[Row | Fold]], times: Times) -> list[str]:
     """Return table lines, with a line before each graph and fold lines at the place of the rows they stand for."""
     rows = [row for parts in shown.values() for row in parts if isinstance(row, Row)]
-    columns = [name for name in COLUMNS if name != "moved" or any(row.operation.moved_bytes for row in rows)]
-    cells = [[cells[name] for name in columns] for cells in map(_cells, rows)]
+    left_out = set() if any(row.operation.moved_bytes for row in rows) else {"moved"}
+    left_out |= set() if times else {"at ms", "ms"}
+    columns = [name for name in COLUMNS if name not in left_out]
+    cells = [[cells[name] for name in columns] for cells in (_cells(row, times.get(row.number)) for row in rows)]
     alignment = [COLUMNS[name] for name in columns]
     aligned = tabulate([columns, *cells], tablefmt="plain", colalign=alignment, disable_numparse=True)
     header, *lines = (line.rstrip() for line in aligned.splitlines())
@@ -140,7 +158,7 @@ def _table(shown: Mapping[str, list[Row | Fold]]) -> list[str]:
     return found
 
 
-def _cells(row: Row) -> dict[str, Any]:
+def _cells(row: Row, timed: TimedOperation | None) -> dict[str, Any]:
     operation = row.operation
     return {
         "#": row.number,
@@ -150,6 +168,8 @@ def _cells(row: Row) -> dict[str, Any]:
         "saved": format_bytes(row.saved_bytes) if row.saved_bytes else "-",
         "moved": format_bytes(operation.moved_bytes) if operation.moved_bytes else "-",
         "live": format_bytes(row.live_bytes),
+        "at ms": f"{timed.begin_ms:.2f}" if timed is not None else "-",
+        "ms": f"{timed.ms:.2f}" if timed is not None and timed.ms else "-",
         "after": format_numbers(row.after),
     }
 
@@ -180,6 +200,7 @@ def to_dict(graph: CompiledGraph, schedule: Schedule) -> dict[str, Any]:
     return {
         "model": program.name,
         "plan": json.loads(schedule.plan.to_json()),
+        "predicted": _predicted_dict(graph.planned(schedule)),
         "templates": len(set(program.template_of)),
         "segments": [
             {"name": segment.stage.name, "path": segment.stage.path, "template": program.templates[index].name}
@@ -194,6 +215,13 @@ def to_dict(graph: CompiledGraph, schedule: Schedule) -> dict[str, Any]:
         else None,
         "graphs": {name: [_row_dict(row) for row in rows] for name, rows in schedule_rows(schedule).items()},
     }
+
+
+def _predicted_dict(planned: Planned | None) -> dict[str, Any] | None:
+    if planned is None or planned.prediction is None:
+        return None
+    budget = {"budget_bytes": planned.budget.allowed_bytes, "other_bytes": planned.budget.other_bytes}
+    return prediction_dict(planned.prediction, measured=planned.decision.measured) | budget
 
 
 def _row_dict(row: Row) -> dict[str, Any]:

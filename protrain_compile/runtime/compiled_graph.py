@@ -27,7 +27,8 @@ from passes.interface import PassRecord
 from protrain_compile import compat
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.chunks import ChunkBinding
-from protrain_compile.errors import ProtrainError
+from protrain_compile.cost_model import Prediction
+from protrain_compile.errors import BudgetError, ProtrainError
 from protrain_compile.guards import ManagedParameter
 from protrain_compile.managed import ManagedModel
 from protrain_compile.options import Options
@@ -35,6 +36,7 @@ from protrain_compile.plan import Plan
 from protrain_compile.planner import choose_loss
 from protrain_compile.program import InputKind, Program
 from protrain_compile.runtime.context import Context, ContextTable
+from protrain_compile.runtime.planning import Call, Planned, Planning, running
 from protrain_compile.runtime.swap import SwapSpace, make_swap_space
 from protrain_compile.schedule import Schedule
 
@@ -43,11 +45,15 @@ log = logging.getLogger("protrain_compile.runtime")
 
 @dataclasses.dataclass(eq=False)
 class Binding:
-    """The Parameters that one caller passes, held weakly, the schedule that serves them, and who manages them."""
+    """The Parameters that one caller passes, held weakly, the schedule that serves them, and who manages them.
+
+    ``sizes`` are the symbolic sizes that the schedule was planned for: calls of smaller ones need no more memory.
+    """
 
     parameters: tuple[weakref.ref[Any], ...]
     schedule: Schedule
     managed: ManagedModel | None = None
+    sizes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +88,11 @@ class CompiledGraph:
         self._announce = announce
         self._schedules: dict[Any, Schedule] = {}
         self._swap: SwapSpace | None = None
+        self._planning = Planning(program, options, self._artefacts)
+        self._planned: dict[Schedule, Planned] = {}
         self._bindings: dict[tuple[int, ...], Binding] = {}
         self._parameter_positions = [i for i, source in enumerate(program.inputs) if source.kind is InputKind.PARAMETER]
+        self._symbol_positions = [i for i, source in enumerate(program.inputs) if source.kind is InputKind.SYMBOL]
         self._frozen_positions = [
             i for i in self._parameter_positions if program.inputs[i].frozen and not program.inputs[i].managed
         ]
@@ -111,6 +120,10 @@ class CompiledGraph:
 
     def _chunks(self, plan: Plan, binding: Binding) -> ChunkBinding:
         assert binding.managed is not None
+        call = self._call(binding)
+        return binding.managed.bind(call.places, call.first_uses, plan, call.read_as)
+
+    def _call(self, binding: Binding) -> Call:
         places = {}
         for position, ref in zip(self._parameter_positions, binding.parameters, strict=True):
             parameter = ref()
@@ -119,7 +132,21 @@ class CompiledGraph:
         position_of = {node: i for i, node in enumerate(self.program.primals)}
         first_uses = [[position_of[n] for n in segment.inputs if n in position_of] for segment in self.program.segments]
         read_as = {i: self.program.inputs[i].travels or self.program.primals[i].meta["val"].dtype for i in places}
-        return binding.managed.bind(places, first_uses, plan, read_as)
+        return Call(places, first_uses, read_as, binding.managed, binding.sizes)
+
+    @property
+    def plans_when_called(self) -> bool:
+        """Whether there is something to plan, which is done when parameters are known."""
+        managed = any(source.managed for source in self.program.inputs)
+        return managed or (self._planning.is_bounded() and self._options.plan is None)
+
+    def planned(self, schedule: Schedule) -> Planned | None:
+        """Return what was planned for a schedule; None for one that the user forced."""
+        return self._planned.get(schedule)
+
+    def predict(self, binding: Binding) -> Prediction:
+        """Return what a step of a binding costs by the schedule in use."""
+        return self._planning.predict(self._call(binding), binding.schedule.plan)
 
     @property
     def compiled_artefacts(self) -> int:
@@ -140,11 +167,12 @@ class CompiledGraph:
         binding = self._bind(arguments)
         self._check_frozen(arguments)
         schedule = binding.schedule
+        planned = self._planned.get(schedule)
         needed = schedule.backward_inputs
         primals = [_unattached(arguments[i]) for i in needed.primals]
         watched = [_unattached(arguments[i]) for i in needed.kept_arguments if i is not None]
         swap = self._swap_space(schedule, binding.managed)
-        with torch.no_grad(), _settling(swap):
+        with torch.no_grad(), running(planned, begins=True, ends=False), _settling(swap):
             results = list(schedule.graphs["forward"].forward(_with_executors(binding.managed, swap, arguments)))
         split = len(results) - needed.num_kept
         # An output will own the token, and the token this context: hold the memory of outputs, not the outputs.
@@ -169,7 +197,7 @@ class CompiledGraph:
         if swap is not None:
             boxed.insert(0, swap)
         graph = schedule.graphs["backward"]
-        with torch.no_grad(), _settling(swap):
+        with torch.no_grad(), running(self._planned.get(schedule), begins=False, ends=True), _settling(swap):
             if managed is None:
                 return graph.forward(boxed)  # type: ignore[no-any-return]
             managed.begin_backward(context, keep=keep)
@@ -184,7 +212,7 @@ class CompiledGraph:
         """Run the forward without a backward."""
         binding = self._bind(arguments)
         graph = binding.schedule.graphs["inference"]
-        with torch.no_grad():
+        with torch.no_grad(), running(self._planned.get(binding.schedule), begins=True, ends=True):
             return graph.forward(_with_executors(binding.managed, None, arguments))  # type: ignore[no-any-return]
 
     def _swap_space(self, schedule: Schedule, managed: ManagedModel | None) -> SwapSpace | None:
@@ -201,7 +229,11 @@ class CompiledGraph:
     def _bind(self, arguments: Sequence[Any]) -> Binding:
         key = tuple([id(arguments[i]) for i in self._parameter_positions])
         binding = self._bindings.get(key)
-        return binding if binding is not None else self._new_binding(key, arguments)
+        if binding is None:
+            return self._new_binding(key, arguments)
+        if self._symbol_positions and binding.schedule in self._planned:
+            self._plan_sizes(binding, arguments)
+        return binding
 
     def _check_frozen(self, arguments: Sequence[Any]) -> None:
         """Refuse a parameter that was frozen when the graph was captured: its gradient would be lost without a word.
@@ -227,12 +259,37 @@ class CompiledGraph:
             managed = managers.pop()
             assert isinstance(managed, ManagedModel)
             binding.managed = managed
-            plan = self._options.plan or managed.preparation.plan or Plan.uniform()
-            plan = managed.agreed_plan(plan, (self.program.block_names, self.program.differentiable))
-            binding.schedule = self.schedule_for(plan, binding)
-            self._announce(self, binding.schedule)
+        if self.plans_when_called:
+            binding.sizes = tuple(arguments[i] for i in self._symbol_positions)
+            self._plan(binding)
         self._bindings[key] = binding
         return binding
+
+    def _plan(self, binding: Binding) -> None:
+        """Decide and write the schedule of a new binding; those of a model that is not prepared share one."""
+        shared = next((each for each in self._planned if each.chunks is None), None)
+        if binding.managed is None and shared is not None and not binding.sizes:
+            binding.schedule = shared
+            return
+        planned = self._planning.plan(self._call(binding))
+        plan = planned.decision.plan
+        if binding.managed is not None:
+            plan = binding.managed.agreed_plan(plan, (self.program.block_names, self.program.differentiable))
+        before, binding.schedule = binding.schedule, self.schedule_for(plan, binding)
+        self._planned[binding.schedule] = planned
+        if binding.schedule is not before or len(self._planned) == 1:
+            self._announce(self, binding.schedule)
+
+    def _plan_sizes(self, binding: Binding, arguments: Sequence[Any]) -> None:
+        """Plan anew where a call is larger than any before; the plan is then for the largest of every size."""
+        sizes = tuple(arguments[i] for i in self._symbol_positions)
+        if any(new > known for new, known in zip(sizes, binding.sizes, strict=True)):
+            known, binding.sizes = binding.sizes, tuple(map(max, sizes, binding.sizes))
+            try:
+                self._plan(binding)
+            except BudgetError:
+                binding.sizes = known
+                raise
 
     def _dropper(self, key: tuple[int, ...]) -> Callable[[Any], None]:
         bindings = self._bindings

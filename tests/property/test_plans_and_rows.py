@@ -13,8 +13,9 @@ from support.capture import gpt_program, write_schedule
 from protrain_compile import Plan, PlanError
 from protrain_compile.liveness import saved_bytes, schedule_liveness
 from protrain_compile.plan import POLICIES
-from protrain_compile.report.render import format_bytes, format_numbers
+from protrain_compile.report.render import format_numbers
 from protrain_compile.report.rows import Fold, fold, schedule_rows, unfold
+from protrain_compile.report.units import format_bytes
 
 policies = st.sampled_from(POLICIES)
 names = st.text('blocks.0123é"\\', max_size=12)

@@ -20,8 +20,9 @@ import protrain_compile
 from protrain_compile import Plan, ProtrainError
 from protrain_compile.liveness import saved_bytes, schedule_liveness
 from protrain_compile.report.registry import live_graphs
-from protrain_compile.report.render import format_bytes, format_numbers
+from protrain_compile.report.render import format_numbers
 from protrain_compile.report.rows import Fold, Row, fold, schedule_rows, unfold
+from protrain_compile.report.units import format_bytes
 from protrain_compile.schedule import Operation, Schedule, operation_of
 
 

@@ -1,0 +1,194 @@
+"""What training a model would be like on a machine that is not at hand: its step in numbers, searched and simulated.
+
+A step depends on the batch almost linearly: two traces give the step of every batch, and so the largest that fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from protrain_compile.chunks import ChunkLayout, ParameterSpec
+from protrain_compile.commands.deepen import SHALLOW, NotRepeatableError, deepen
+from protrain_compile.commands.models import ModelSource
+from protrain_compile.commands.trace import TracedModel, adamw_book, trace_model
+from protrain_compile.errors import BudgetError
+from protrain_compile.packing import Preparation, lay_out, training_of
+from protrain_compile.plan import Loss, Plan
+from protrain_compile.planner import choose_loss
+from protrain_compile.profile import HardwareProfile, Profile
+from protrain_compile.profiler.estimate import estimate_profile
+from protrain_compile.runtime.host_budget import HostBudget
+from protrain_compile.shape_reader import step_shape
+from protrain_compile.solver import Solution, search
+from protrain_compile.step_shape import StepShape
+
+LARGEST_BATCH = 1 << 20
+"""Where looking for a larger batch ends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a model is planned for.
+
+    Attributes:
+        hardware: Rates.
+        device_bytes: Device memory that a step may use.
+        host_bytes: Host memory that a model may take.
+    """
+
+    hardware: HardwareProfile
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is trained.
+
+    Attributes:
+        source: The model.
+        batch: Rows of a batch.
+        seq: Tokens of a row.
+        dtype: Of the parameters; None leaves it to the model.
+        loss: How the loss is computed; None leaves it to the planner.
+    """
+
+    source: ModelSource
+    batch: int
+    seq: int
+    dtype: torch.dtype | None = None
+    loss: Loss | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of a workload in numbers.
+
+    Attributes:
+        shape: Its operations and bytes.
+        profile: Its estimated times.
+        layout: The model's chunks.
+    """
+
+    shape: StepShape
+    profile: Profile
+    layout: ChunkLayout
+
+    @property
+    def parameters(self) -> int:
+        """How many the model has."""
+        return sum(spec.numel for spec in self.layout.parameters)
+
+    def plan(self, machine: Machine) -> Solution:
+        """Return the best plan.
+
+        Raises:
+            BudgetError: If none fits.
+        """
+        return search(self.shape, self.profile, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
+
+
+def trace_workload(workload: Workload) -> TracedModel:
+    """Trace a model; of a deep one whose blocks are alike, a few blocks.
+
+    Raises:
+        OptionError: If the model cannot be built.
+        TraceError: If it cannot be traced.
+    """
+    source, preparation = workload.source, _preparation()
+    size = (workload.batch, workload.seq, workload.dtype)
+    if source.depth is not None and source.depth > SHALLOW:
+        shallow = trace_model(*source.build(*size, SHALLOW), preparation)
+        whole, _ = source.build(*size, None)
+        specs = [ParameterSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in whole.named_parameters()]
+        try:
+            return deepen(shallow, specs, adamw_book(whole), source.depth)
+        except NotRepeatableError:
+            torch._dynamo.reset()
+    return trace_model(*source.build(*size, None), preparation)
+
+
+def _preparation() -> Preparation:
+    return Preparation(torch.device("cpu"), None, HostBudget(), 1, None, None)
+
+
+def step_of(workload: Workload, hardware: HardwareProfile) -> Step:
+    """Return one step of a workload, nothing run; see ``trace_workload`` for errors."""
+    torch._dynamo.reset()
+    traced = trace_workload(workload)
+    layout = lay_out(traced.specs, traced.first_uses, traced.read_as)
+    training = training_of(layout, traced.places, traced.specs, _preparation(), traced.book)
+    profile = estimate_profile(traced.program, hardware)
+    templates = tuple(dataclasses.replace(template, nodes=()) for template in profile.templates)
+    shape = step_shape(traced.program, training, choose_loss(traced.program, Plan(loss=workload.loss)))
+    return Step(shape, dataclasses.replace(profile, templates=templates), layout)
+
+
+def largest_batch(workload: Workload, step: Step, machine: Machine) -> int | None:
+    """Return the largest batch that fits, 0 if none does; None if steps of two batches differ in more than size."""
+    batch = max(2, workload.batch)
+    first = step if batch == workload.batch else step_of(dataclasses.replace(workload, batch=batch), machine.hardware)
+    second = step_of(dataclasses.replace(workload, batch=2 * batch), machine.hardware)
+
+    def fits(rows: int) -> bool:
+        try:
+            between(first, second, (rows - batch) / batch).plan(machine)
+        except BudgetError:
+            return False
+        return True
+
+    try:
+        return largest(fits, batch, LARGEST_BATCH)
+    except NotAlikeError:
+        return None
+
+
+def largest(fits: Callable[[int], bool], start: int, end: int) -> int:
+    """Return the largest number up to ``end`` that fits, where all smaller ones do; 0 if 1 does not."""
+    low, high = 0, start
+    while high <= end and fits(high):
+        low, high = high, 2 * high
+    high = min(high, end + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+class NotAlikeError(Exception):
+    """Two steps differ in more than their sizes."""
+
+
+def between(first: Step, second: Step, share: float) -> Step:
+    """Return the step that lies ``share`` of the way from one to the other, which may be below 0 or above 1.
+
+    Raises:
+        NotAlikeError: If the steps differ in more than bytes and times.
+    """
+    shape = _mixed(first.shape, second.shape, share)
+    return dataclasses.replace(first, shape=shape, profile=_mixed(first.profile, second.profile, share))
+
+
+def _mixed(first: Any, second: Any, share: float, name: str = "") -> Any:
+    """Mix two values of one structure: bytes, times and launches linearly; all else must be equal."""
+    if first == second:
+        return first
+    if type(first) is not type(second):
+        raise NotAlikeError
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        mixed = {each: _mixed(getattr(first, each), getattr(second, each), share, each) for each in names}
+        return dataclasses.replace(first, **mixed)
+    if isinstance(first, Mapping) and first.keys() == second.keys():
+        return {key: _mixed(first[key], second[key], share, name) for key in first}
+    if isinstance(first, tuple) and len(first) == len(second):
+        return tuple(_mixed(a, b, share, name) for a, b in zip(first, second, strict=True))
+    if not name.endswith(("bytes", "ms", "launches")) or not isinstance(first, int | float):
+        raise NotAlikeError
+    value = max(0.0, first + (second - first) * share)
+    return math.ceil(value) if isinstance(first, int) else value

@@ -1,0 +1,243 @@
+"""Planning at run time: gathers what the planner needs to know when a compiled graph is first called with parameters.
+
+::
+
+    step_shape    from the graph's Program, and the chunks that the model has or will have
+    budgets       of the device (``device_budget``) and the host, less what the model holds already
+    profiles      estimated, or measured on the device once; the templates of a graph serve all its bindings
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from protrain_compile.artefacts import ArtefactSet
+from protrain_compile.byte_text import format_size
+from protrain_compile.cost_model import Prediction, simulate
+from protrain_compile.errors import BudgetError
+from protrain_compile.lowering import Choice
+from protrain_compile.managed import ManagedModel
+from protrain_compile.memory_model import standing_bytes, total
+from protrain_compile.options import Options
+from protrain_compile.packing import lay_out, training_of
+from protrain_compile.plan import Plan
+from protrain_compile.planner import Budgets, Decision, Fixed, choose_loss, complete, decide
+from protrain_compile.profile import HardwareProfile, Profile
+from protrain_compile.profiler.estimate import estimate_profile
+from protrain_compile.profiler.measure import profile_program
+from protrain_compile.program import InputKind, Program, fake_value, is_symbol
+from protrain_compile.runtime.device_budget import DeviceBudget, DeviceMemoryError, Usage, measure_budget
+from protrain_compile.runtime.device_memory import PeakWatch, watch_of
+from protrain_compile.shape_reader import step_shape
+from protrain_compile.sizes import size_bytes, sizes_at
+from protrain_compile.step_shape import StepShape
+
+log = logging.getLogger("protrain_compile.planning")
+
+STAND_IN = "h200"
+"""The hardware profile whose rates an estimate uses; only its bytes are believed, and they depend on no rate."""
+
+UNSEEN_SHARE = 0.5
+"""Of the budget, what an evaluation may take that comes before any training: activations of a step are unknown then."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one call of a compiled graph binds.
+
+    Attributes:
+        places: Index of the managed parameter, by position among the arguments.
+        first_uses: Positions that each segment uses, in execution order.
+        read_as: Data type in which the graph reads each of the positions.
+        managed: Who manages the parameters; None for a model that is not prepared.
+        sizes: The values of symbolic sizes, in the order of the arguments that they are.
+    """
+
+    places: Mapping[int, int]
+    first_uses: Sequence[Sequence[int]]
+    read_as: Mapping[int, torch.dtype]
+    managed: ManagedModel | None = None
+    sizes: tuple[int, ...] = ()
+
+
+class Planned:
+    """What was decided for one schedule, and its watch while it runs."""
+
+    def __init__(self, decision: Decision, budget: DeviceBudget, device: torch.device) -> None:
+        self.decision = decision
+        self.budget = budget
+        self.device = device
+        self.watch: PeakWatch | None = None
+        if decision.measured and decision.prediction is not None:
+            self.watch = watch_of(device, decision.prediction.peak_bytes + budget.other_bytes, budget.reserve_bytes)
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What a step is predicted to cost."""
+        return self.decision.prediction
+
+    def explain(self, error: BaseException) -> DeviceMemoryError:
+        """Return the error that says in numbers what ran out."""
+        assert self.prediction is not None
+        now = Usage.now(self.device) if self.device.type == "cuda" else None
+        return self.budget.explain(error, self.prediction.peak_bytes + self.budget.other_bytes, now)
+
+
+@contextlib.contextmanager
+def running(planned: Planned | None, *, begins: bool, ends: bool) -> Iterator[None]:
+    """Watch a graph of a planned schedule while it runs, and say in numbers what ran out where memory does.
+
+    Args:
+        planned: What was decided for the schedule; None for one that the user forced.
+        begins: Whether a step begins with the graph.
+        ends: Whether a step ends with it.
+    """
+    watch = planned.watch if planned is not None else None
+    if watch is not None and begins:
+        watch.begin()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if planned is None or planned.prediction is None or isinstance(error, DeviceMemoryError):
+            raise
+        raise planned.explain(error) from error
+    if watch is not None and ends:
+        watch.end()
+
+
+class Planning:
+    """Plans the bindings of one compiled graph."""
+
+    def __init__(self, program: Program, options: Options, artefacts: ArtefactSet) -> None:
+        self._program = program
+        self._options = options
+        self._artefacts = artefacts
+        self.device = program.device
+
+    def is_bounded(self, managed: ManagedModel | None = None) -> bool:
+        """Whether anything bounds the memory of a step."""
+        prepared = managed is not None and managed.preparation.memory_budget is not None
+        return self._options.memory_budget is not None or prepared or self.device.type == "cuda"
+
+    def plan(self, call: Call) -> Planned:
+        """Return the plan of a call, for the sizes that it has.
+
+        Raises:
+            BudgetError: If no plan fits; nothing has been allocated.
+            PlanError: If the plan that the user gave does not fit the model.
+        """
+        with sizes_at(self._symbols(call)):
+            return self._plan(call)
+
+    def _symbols(self, call: Call) -> dict[Any, int]:
+        symbols = [fake_value(node) for node in self._program.primals if is_symbol(node)]
+        return {symbol.node.expr: size for symbol, size in zip(symbols, call.sizes, strict=False)}
+
+    def _plan(self, call: Call) -> Planned:
+        managed = call.managed
+        given = self._options.plan or (managed.preparation.plan if managed is not None else None)
+        if not self.is_bounded(managed):
+            return Planned(Decision(given or Plan.uniform()), DeviceBudget(None), self.device)
+        shape = self.shape(call, given)
+        fixed = _fixed(managed)
+        budget = self._budget(shape, managed, fixed)
+        budgets = Budgets(self._device_bytes(budget, managed), self._host_bytes(managed))
+        try:
+            decision = decide(shape, budgets, given, self.estimate, self.measure, fixed)
+        except BudgetError as error:
+            if managed is not None or self._options.memory_budget is not None:
+                raise _with_others(error, budget) from None
+            decision = self._all_recomputed(shape, error)
+        return Planned(decision, budget, self.device)
+
+    def shape(self, call: Call, given: Plan | None) -> StepShape:
+        """Return the step of a call in numbers."""
+        managed = call.managed
+        loss = choose_loss(self._program, given or Plan())
+        if managed is None:
+            return step_shape(self._program, loss=loss)
+        layout = managed.layout
+        if layout is None:
+            uses = [[call.places[i] for i in used if i in call.places] for used in call.first_uses]
+            read_as = {call.places[i]: dtype for i, dtype in call.read_as.items()}
+            layout = lay_out(managed.specs, uses, read_as, None if given is None else given.chunk_bytes)
+        training = training_of(layout, call.places, managed.specs, managed.preparation, managed.book)
+        return step_shape(self._program, training, loss)
+
+    def estimate(self) -> Profile:
+        """Return what the templates cost, estimated."""
+        return estimate_profile(self._program, HardwareProfile.load(STAND_IN), self._options.compile)
+
+    def measure(self) -> Profile:
+        """Return what the templates cost on the device; on the CPU, whose memory nobody lacks, an estimate."""
+        return profile_program(self._program, self._artefacts) if self.device.type == "cuda" else self.estimate()
+
+    def _budget(self, shape: StepShape, managed: ManagedModel | None, fixed: Fixed | None) -> DeviceBudget:
+        if managed is None:
+            given, device = self._options.memory_budget, self.device
+            coming = 2 * self._trainable_bytes()
+            return measure_budget(device, given, total(shape.held_bytes), coming if self._program.differentiable else 0)
+        bounds = (managed.preparation.memory_budget, self._options.memory_budget)
+        given = min((each for each in bounds if each is not None), default=None)
+        if fixed is None:
+            held = total(shape.held_bytes) + managed.unpacked_bytes()
+        else:
+            held = total(standing_bytes(shape, Choice((), fixed.residency, fixed.buffers)))
+        return measure_budget(managed.preparation.device, given, held)
+
+    def _trainable_bytes(self) -> int:
+        """Return the bytes of parameters that an optimizer of the user's own updates: Adam has two states of each."""
+        program = self._program
+        return size_bytes(
+            fake_value(node)
+            for node, source in zip(program.primals, program.inputs, strict=True)
+            if source.kind is InputKind.PARAMETER and source.trainable
+        )
+
+    def _device_bytes(self, budget: DeviceBudget, managed: ManagedModel | None) -> int | None:
+        usable = budget.usable_bytes
+        first = managed is not None and managed.layout is None
+        if usable is None or self._program.differentiable or not first:
+            return usable
+        return int(usable * UNSEEN_SHARE)
+
+    def _host_bytes(self, managed: ManagedModel | None) -> int | None:
+        if managed is None or managed.layout is not None:
+            return None
+        return managed.preparation.host_budget.available_bytes()
+
+    def predict(self, call: Call, plan: Plan) -> Prediction:
+        """Return what a step of ``plan`` costs; on the device, its templates are profiled if they are not yet.
+
+        Raises:
+            PlanError: If the plan does not fit the model.
+        """
+        with sizes_at(self._symbols(call)):
+            shape = self.shape(call, plan)
+            return simulate(shape, self.measure(), complete(shape, plan, _fixed(call.managed)))
+
+    def _all_recomputed(self, shape: StepShape, error: BudgetError) -> Decision:
+        """Return the plan that takes least, for a model whose budget nobody set: it may fit all the same."""
+        log.warning("%s; every block is recomputed, which may not be enough", error)
+        return Decision(Plan.uniform("recompute").fit(shape.block_names))
+
+
+def _with_others(error: BudgetError, budget: DeviceBudget) -> BudgetError:
+    """Return the error with what others hold added to the budget that it asks for."""
+    if error.budget != "memory_budget" or not budget.other_bytes:
+        return error
+    needed = error.needed_bytes + budget.other_bytes
+    others = f"{format_size(budget.other_bytes)} that others hold or will (the optimizer of a model without prepare)"
+    return BudgetError(f"{error}. With {others}, memory_budget must be {format_size(needed)}", needed)
+
+
+def _fixed(managed: ManagedModel | None) -> Fixed | None:
+    if managed is None or managed.layout is None:
+        return None
+    return Fixed(managed.packed.store.spec.residency, managed.buffers)

@@ -1,0 +1,108 @@
+"""``protrain plan``: what it prints, as text and JSON, and its refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from protrain_compile import cli
+from protrain_compile.commands import plan
+from protrain_compile.commands.families import FAMILIES, family
+from protrain_compile.commands.outlook import NotAlikeError, _mixed, largest
+from protrain_compile.errors import OptionError
+
+TINY = "gpt2:n_embd=64,n_layer=5,n_head=4,vocab_size=256,n_positions=64,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0"
+ARGUMENTS = ["plan", TINY, "--batch", "2", "--seq", "32"]
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ARGUMENTS, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert set(found["plan"]["residency"]) == {"persistent"}
+    assert len(found["plan"]["policies"]) == 5
+    assert found["largest_batch"] > 1000
+    predicted = found["predicted"]
+    assert predicted["times"] == "estimated"
+    assert found["tokens_per_s"] == pytest.approx(2 * 32 / predicted["step_ms"] * 1000)
+    kinds = predicted["bytes"]
+    total = kinds.pop("total")
+    assert sum(each["device"] for each in kinds.values()) == total["device"] == predicted["peak_bytes"]
+
+
+def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ARGUMENTS, "--memory-budget", "100KiB"]) == 1
+    found = capsys.readouterr().out
+    assert "does not fit: memory_budget: " in found
+    assert "smallest that works is" in found
+    assert "not even one row fits" in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either MODEL or --largest FAMILY"),
+        ([TINY, "--largest", "gpt2"], "give either MODEL or --largest FAMILY"),
+        (["--largest", "bloom"], "the families are gpt2, llama, opt"),
+        ([TINY, "--batch", "0"], "argument --batch"),
+        ([TINY, "--memory-budget", "much"], "--memory-budget='much'"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ARGUMENTS, "--hardware", "abacus"]) == 1
+    assert "abacus" in capsys.readouterr().err
+
+
+def test_budget_is_no_more_than_there_is() -> None:
+    assert plan._budget("1TiB", "--memory-budget", 100) == 100
+    assert plan._budget("50", "--memory-budget", 100) == 50
+    assert plan._budget(None, "--memory-budget", 100) == 97
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 8, 9])
+@pytest.mark.parametrize("start", [1, 3, 8])
+def test_largest(most: int, start: int) -> None:
+    asked: list[int] = []
+
+    def fits(number: int) -> bool:
+        asked.append(number)
+        return number <= most
+
+    assert largest(fits, start, 8) == min(most, 8)
+    assert all(1 <= number <= 8 for number in asked)
+
+
+def test_families_grow() -> None:
+    for found in FAMILIES.values():
+        assert len(found.names) == len(found.sizes)
+        assert all(len(sizes) == len(found.fields) for sizes in found.sizes)
+        sources = [found.member(index, 2048) for index in range(len(found.names))]
+        assert all(source.depth == sizes[1] for source, sizes in zip(sources, found.sizes, strict=True))
+    with pytest.raises(OptionError):
+        family("bloom")
+
+
+def test_mixing_takes_sizes_only() -> None:
+    assert _mixed({"a_bytes": 1}, {"a_bytes": 3}, 0.5, "x_bytes") == {"a_bytes": 2}
+    assert _mixed((10, 2.0), (20, 4.0), -0.5, "ms") == (5, 1.0)
+    assert _mixed(10, 20, -3.0, "size_bytes") == 0
+    for first, second, name in ((1, 2, "segment"), ("a", "b", "size_bytes"), ((1,), (1, 2), "ms"), (1, 2.0, "ms")):
+        with pytest.raises(NotAlikeError):
+            _mixed(first, second, 0.5, name)
+
+
+def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(ARGUMENTS) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"protrain plan: {TINY}, ")
+    assert [line.split()[0] for line in lines[1:5]] == ["plan", "predicted", "memory", "batch"]
+    assert "tokens/s" in lines[2]
+    assert lines[6].split() == ["bytes", "device", "host"]
+    assert lines[-1].startswith("total")
