@@ -31,7 +31,7 @@ def hint(value: Any) -> int:
     if isinstance(value, torch.SymInt):
         if values := _at.get():
             expression = value.node.expr.xreplace(values)
-            if expression.is_number:
+            if not getattr(expression, "free_symbols", None):  # a plain number where it was but a symbol
                 return int(expression)
         found = value.node.hint
         return int(found) if found is not None else 0

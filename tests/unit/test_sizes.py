@@ -6,7 +6,7 @@ import torch
 from support.capture import Graph, capture
 
 from protrain_compile.program import fake_value, is_symbol
-from protrain_compile.sizes import hint, size_bytes, storage_bytes, storage_key
+from protrain_compile.sizes import hint, size_bytes, sizes_at, storage_bytes, storage_key
 
 
 def test_distinct_storages_add_up() -> None:
@@ -53,3 +53,14 @@ def test_symbols_count_as_what_they_were_traced_with() -> None:
     assert storage_bytes(tensor) == 3 * 11 * 4
     assert size_bytes(symbols) == 0
     assert hint(5) == 5
+
+
+def test_sizes_at_other_values_of_their_symbols() -> None:
+    program = capture(lambda x: x.sin().sum(), torch.ones(3, 11, requires_grad=True), dynamic=True)
+    values = [fake_value(node) for node in program.primals]
+    symbols = [value for node, value in zip(program.primals, values, strict=True) if is_symbol(node)]
+    (tensor,) = (each for each in values if isinstance(each, torch.Tensor))
+    with sizes_at({each.node.expr: 2 * hint(each) for each in symbols}):
+        assert sorted(hint(each) for each in symbols) == [6, 22]
+        assert storage_bytes(tensor) == 4 * 3 * 11 * 4
+    assert storage_bytes(tensor) == 3 * 11 * 4
