@@ -25,7 +25,6 @@ from protrain_compile.runtime.chunk_store import ChunkStore
 from protrain_compile.runtime.host_budget import HostMemoryError
 from protrain_compile.runtime.host_memory import HostMemory
 from protrain_compile.runtime.host_worker import HostWorker
-from protrain_compile.runtime.streams import CpuStreams
 from protrain_compile.updates.host import TorchUpdater
 
 
@@ -181,8 +180,8 @@ def test_a_copy_raises(norm: float | None, monkeypatch: pytest.MonkeyPatch) -> N
     def fail() -> None:
         raise CopyError
 
-    fault = Fault(monkeypatch, CpuStreams, "copy", fail)
     trainee = warmed(prepared(Stack(), "offloaded", max_grad_norm=norm))
+    fault = Fault(monkeypatch, type(trainee.managed.packed.streams), "copy", fail)
     for at in range(100):
         before = values(trainee)
         expected = _step_from(trainee, before)
