@@ -18,7 +18,7 @@ from protrain_compile.shards import SHARDINGS, Sharding, allowed_sharding
 Policy = Literal["keep", "recompute", "swap"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 Loss = Literal["whole", "sliced"]
-LOSSES: tuple[str, ...] = get_args(Loss)
+LOSSES: tuple[Loss, ...] = get_args(Loss)
 LISTS = ("policies", "blocks", "residency", "sharding")
 MIN_BUFFERS = 3
 """One chunk in use, one arriving, one whose gradient is leaving."""

@@ -14,15 +14,16 @@ that is only planned.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from protrain_compile.chunks import Chunk, ChunkLayout, Residency
 from protrain_compile.cost_model import Prediction, simulate
-from protrain_compile.plan import MIN_BUFFERS, Loss, Plan
+from protrain_compile.errors import BudgetError
+from protrain_compile.plan import LOSSES, MIN_BUFFERS, Loss, Plan
 from protrain_compile.profile import Profile
 from protrain_compile.program import Program
 from protrain_compile.row_loop import loop_of, row_loops
-from protrain_compile.solver import search
+from protrain_compile.solver import search, time_cell
 from protrain_compile.step_shape import StepShape
 
 DEFAULT_BUFFERS = 4
@@ -190,3 +191,55 @@ def choose_loss(program: Program, plan: Plan) -> Loss:
     sliced = [program.templates[program.sliced[i]] for i in set(program.template_of) if i in program.sliced]
     loops = [loop_of(node) for template in sliced for node in row_loops(template.joint.graph)]
     return "sliced" if any(loop.wide_bytes >= SLICED_LOGITS_BYTES for loop in loops) else "whole"
+
+
+def loss_forms(program: Program, given: Plan | None) -> tuple[Loss, ...]:
+    """Return the ways to compute the loss among which a step's plan is chosen, the plainest first.
+
+    A plan that gives the policies is followed, with the loss that it has without a budget.
+    """
+    if given is not None and (given.loss, given.policies, given.uniform_policy) != (None, None, None):
+        return (choose_loss(program, given),)
+    return LOSSES if any(index in program.sliced for index in program.template_of) else LOSSES[:1]
+
+
+def decide_with_loss(forms: Sequence[Loss], decide_form: Callable[[Loss], Decision]) -> Decision:
+    """Return the best decision over the forms of the loss; a later form only where memory is short without it.
+
+    Args:
+        forms: The forms to choose from.
+        decide_form: Returns the decision for a form; its plan need not name it.
+
+    Raises:
+        BudgetError: If no plan fits in any form; it names the smallest budget of all.
+    """
+    best: Decision | None = None
+    errors: list[BudgetError] = []
+    for form in forms:
+        try:
+            found = decide_form(form)
+        except BudgetError as error:
+            errors.append(error)
+            continue
+        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, loss=form))
+        if best is None or _is_better(found, best):
+            best = found
+        if _keeps_all(best.plan):
+            break
+    if best is None:
+        raise min(errors, key=lambda error: error.needed_bytes)
+    return best
+
+
+def _keeps_all(plan: Plan) -> bool:
+    """Whether memory is not short: nothing is moved or computed again."""
+    return set(plan.policies or ()) <= {"keep"} and set(plan.residency or ()) <= {"persistent"}
+
+
+def _is_better(decision: Decision, other: Decision) -> bool:
+    """Whether a decision is faster, or as fast with less memory."""
+    ours, theirs = decision.prediction, other.prediction
+    if ours is None or theirs is None:
+        return False
+    cells = time_cell(ours.step_ms), time_cell(theirs.step_ms)
+    return (cells[0], ours.peak_bytes) < (cells[1], theirs.peak_bytes)

@@ -26,8 +26,17 @@ from protrain_compile.managed import ManagedModel
 from protrain_compile.memory_model import standing_bytes, total
 from protrain_compile.options import Options
 from protrain_compile.packing import lay_out, training_of
-from protrain_compile.plan import Plan
-from protrain_compile.planner import Budgets, Decision, Fixed, choose_loss, complete, decide
+from protrain_compile.plan import Loss, Plan
+from protrain_compile.planner import (
+    Budgets,
+    Decision,
+    Fixed,
+    choose_loss,
+    complete,
+    decide,
+    decide_with_loss,
+    loss_forms,
+)
 from protrain_compile.profile import HardwareProfile, Profile
 from protrain_compile.profiler.estimate import estimate_profile
 from protrain_compile.profiler.measure import profile_program
@@ -144,22 +153,26 @@ class Planning:
         given = self._options.plan or (managed.preparation.plan if managed is not None else None)
         if not self.is_bounded(managed):
             return Planned(Decision(given or Plan.uniform()), DeviceBudget(None), self.device)
-        shape = self.shape(call, given)
-        fixed = _fixed(managed)
+        forms, fixed = loss_forms(self._program, given), _fixed(managed)
+        shape = self.shape(call, given, forms[0])
         budget = self._budget(shape, managed, fixed)
         budgets = Budgets(self._device_bytes(budget, managed), self._host_bytes(managed))
+
+        def decide_form(form: Loss) -> Decision:
+            one = shape if form == forms[0] else self.shape(call, given, form)
+            return decide(one, budgets, given, self.estimate, self.measure, fixed)
+
         try:
-            decision = decide(shape, budgets, given, self.estimate, self.measure, fixed)
+            decision = decide_with_loss(forms, decide_form)
         except BudgetError as error:
             if managed is not None or self._options.memory_budget is not None:
                 raise _with_others(error, budget) from None
             decision = self._all_recomputed(shape, error)
         return Planned(decision, budget, self.device)
 
-    def shape(self, call: Call, given: Plan | None) -> StepShape:
-        """Return the step of a call in numbers."""
+    def shape(self, call: Call, given: Plan | None, loss: Loss) -> StepShape:
+        """Return the step of a call in numbers, with the loss computed in one form."""
         managed = call.managed
-        loss = choose_loss(self._program, given or Plan())
         if managed is None:
             return step_shape(self._program, loss=loss)
         layout = managed.layout
@@ -219,7 +232,7 @@ class Planning:
             PlanError: If the plan does not fit the model.
         """
         with sizes_at(self._symbols(call)):
-            shape = self.shape(call, plan)
+            shape = self.shape(call, plan, choose_loss(self._program, plan))
             return simulate(shape, self.measure(), complete(shape, plan, _fixed(call.managed)))
 
     def _all_recomputed(self, shape: StepShape, error: BudgetError) -> Decision:

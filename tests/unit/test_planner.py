@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from support.made_shapes import Stack, prefix
 
 from passes.pack_chunks import pack_chunks
 from protrain_compile import Plan, PlanError
 from protrain_compile.chunks import ChunkLayout, ParameterSpec, Residency
-from protrain_compile.plan import MIN_BUFFERS
-from protrain_compile.planner import DEFAULT_BUFFERS, choose_residency, default_buffers
+from protrain_compile.cost_model import simulate
+from protrain_compile.errors import BudgetError
+from protrain_compile.plan import MIN_BUFFERS, Loss
+from protrain_compile.planner import (
+    DEFAULT_BUFFERS,
+    Decision,
+    choose_residency,
+    decide_with_loss,
+    default_buffers,
+)
 
 
 def layout_of(chunks: int) -> ChunkLayout:
@@ -48,3 +59,52 @@ def test_persistent_from_the_front() -> None:
 def test_buffers(offloaded: int, wanted: int) -> None:
     residency: tuple[Residency, ...] = ("offloaded",) * offloaded + ("persistent",) * (10 - offloaded)
     assert default_buffers(residency) == wanted
+
+
+BOTH: tuple[Loss, ...] = ("whole", "sliced")
+
+
+def decision(step_ms: float, peak_bytes: int, policy: str = "r") -> Decision:
+    """Return a decision of two blocks with this prediction."""
+    stack = Stack(blocks=2)
+    choice = prefix(stack.shape(), 4, 2 * policy, 3)
+    plan = Plan(policies=choice.policies, residency=choice.residency, buffers=choice.buffers)
+    prediction = simulate(stack.shape(), stack.profile(), plan)
+    return Decision(plan, dataclasses.replace(prediction, step_ms=step_ms, peak_bytes=peak_bytes))
+
+
+def test_a_loss_is_sliced_where_that_makes_the_step_faster() -> None:
+    """Memory that the logits do not take keeps a block."""
+    found = {"whole": decision(100.0, 10), "sliced": decision(90.0, 10)}
+    assert decide_with_loss(BOTH, found.__getitem__).plan.loss == "sliced"
+    found = {"whole": decision(90.0, 10), "sliced": decision(100.0, 5)}
+    assert decide_with_loss(BOTH, found.__getitem__).plan.loss == "whole"
+
+
+def test_of_equal_times_the_loss_with_less_memory_wins() -> None:
+    found = {"whole": decision(100.0, 10), "sliced": decision(100.01, 5)}
+    assert decide_with_loss(BOTH, found.__getitem__).plan.loss == "sliced"
+
+
+def test_a_model_that_fits_is_not_sliced() -> None:
+    """The second form is not even looked at."""
+    found = {"whole": decision(100.0, 10, "k")}
+    assert decide_with_loss(BOTH, found.__getitem__).plan.loss == "whole"
+
+
+def test_a_loss_that_fits_in_slices_only() -> None:
+    def decide_form(form: Loss) -> Decision:
+        if form == "whole":
+            raise BudgetError("too little", 20)
+        return decision(100.0, 10)
+
+    assert decide_with_loss(BOTH, decide_form).plan.loss == "sliced"
+
+
+def test_the_smallest_budget_of_all_forms_is_named() -> None:
+    def decide_form(form: Loss) -> Decision:
+        raise BudgetError("too little", 20 if form == "whole" else 15)
+
+    with pytest.raises(BudgetError) as caught:
+        decide_with_loss(BOTH, decide_form)
+    assert caught.value.needed_bytes == 15
