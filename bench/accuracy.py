@@ -1,8 +1,9 @@
 """Predicted against measured: step time and peak memory of prepared models under device memory caps.
 
 A configuration is ``MODEL:BATCH:CAP``, the cap in GiB, with ``+clip`` to clip gradients. Without more, the plan is the
-searched one; ``@p7,b4,k2`` forces a plan by hand: 7 chunks persistent at the front and the others offloaded, 4 chunk
-buffers, the last 2 blocks kept and the others recomputed::
+searched one; ``=recompute`` forces the policy of all blocks and leaves the rest to the search; ``@p7,b4,k2`` forces a
+plan by hand: 7 chunks persistent at the front and the others offloaded, 4 chunk buffers, the last 2 blocks kept and the
+others recomputed::
 
     python -m bench.accuracy llama:16:24 llama:16:24+clip llama:16:24@p7,b4,k0 gpt2:8:16 --plot accuracy.svg
 
@@ -33,7 +34,7 @@ from bench.states import SIZES, fill
 
 SEQUENCE = 1024
 WARMUP = 4
-PATTERN = re.compile(r"(\w+):(\d+):(\d+(?:\.\d+)?)(\+clip)?(?:@p(\d+),b(\d+),k(\d+))?")
+PATTERN = re.compile(r"(\w+):(\d+):(\d+(?:\.\d+)?)(\+clip)?(?:=(\w+))?(?:@p(\d+),b(\d+),k(\d+))?")
 HEADER = (
     "configuration",
     "plan",
@@ -57,6 +58,7 @@ class Configuration:
         batch: Sequences a step.
         cap_gib: Device memory that may be used.
         clip: Whether gradients are clipped.
+        policy: The policy of every block, the rest being searched; None for a searched one.
         hand: Persistent chunks, buffers and kept blocks of a plan by hand; None for the searched plan.
         steps: Timed steps.
     """
@@ -65,6 +67,7 @@ class Configuration:
     batch: int
     cap_gib: float
     clip: bool = False
+    policy: str | None = None
     hand: tuple[int, int, int] | None = None
     steps: int = 6
 
@@ -78,15 +81,16 @@ class Configuration:
         match = PATTERN.fullmatch(text)
         if match is None or match[1] not in MODELS:
             raise ValueError(
-                f"{text!r} is not MODEL:BATCH:CAP[+clip][@pN,bN,kN] with one of the models {', '.join(MODELS)}"
+                f"{text!r} is not MODEL:BATCH:CAP[+clip][=POLICY][@pN,bN,kN] with one of the models {', '.join(MODELS)}"
             )
-        hand = (int(match[5]), int(match[6]), int(match[7])) if match[5] else None
-        return cls(match[1], int(match[2]), float(match[3]), bool(match[4]), hand, steps)
+        hand = (int(match[6]), int(match[7]), int(match[8])) if match[6] else None
+        return cls(match[1], int(match[2]), float(match[3]), bool(match[4]), match[5], hand, steps)
 
     def __str__(self) -> str:
         """Return the text that stands for it."""
         by_hand = "@p{},b{},k{}".format(*self.hand) if self.hand else ""
-        return f"{self.model}:{self.batch}:{self.cap_gib:g}{'+clip' if self.clip else ''}{by_hand}"
+        policy = f"={self.policy}" if self.policy else ""
+        return f"{self.model}:{self.batch}:{self.cap_gib:g}{'+clip' if self.clip else ''}{policy}{by_hand}"
 
 
 MODELS = {
@@ -125,7 +129,7 @@ def hand_plan(configuration: Configuration, model: nn.Module) -> Any:
     import protrain_compile as protrain
 
     if configuration.hand is None:
-        return None
+        return protrain.Plan.uniform(configuration.policy) if configuration.policy else None
     persistent, buffers, kept = configuration.hand
     config: Any = model.config
     blocks = config.num_hidden_layers
@@ -226,7 +230,7 @@ def _shape_and_plan(schedule: Any, managed: Any) -> tuple[Any, Any]:
     training = training_of(chunks.layout, places, managed.specs, managed.preparation, managed.book)
     residency, buffers = chunks.residency, chunks.buffers
     plan = dataclasses.replace(schedule.plan, residency=residency, uniform_residency=None, buffers=buffers)
-    return step_shape(schedule.program, training), plan
+    return step_shape(schedule.program, training, plan.loss), plan
 
 
 def _predict(schedule: Any, shape: Any, plan: Any) -> dict[str, Any]:
@@ -242,6 +246,7 @@ def _predict(schedule: Any, shape: Any, plan: Any) -> dict[str, Any]:
         "chunks": len(residency),
         "buffers": plan.buffers,
         "kept": plan.policies.count("keep"),
+        "swapped": plan.policies.count("swap"),
         "blocks": len(plan.policies),
     }
     return {"prediction": prediction, "plan": short, "shape": shape.to_json(), "profile": profile.to_json()}
@@ -273,7 +278,7 @@ def describe(result: dict[str, Any]) -> tuple[str, ...]:
     if "error" in result:
         return (result["configuration"], "failed", *[""] * (len(HEADER) - 2))
     plan, predicted = result["plan"], result["prediction"]
-    kinds = "{persistent}/{chunks} persistent, {buffers} buffers, {kept}/{blocks} kept"
+    kinds = "{persistent}/{chunks} persistent, {buffers} buffers, {kept}/{blocks} kept, {swapped} swapped"
     return (
         result["configuration"],
         kinds.format(**plan),
@@ -329,7 +334,7 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the configurations one after another, or read results; print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configurations", nargs="*", help="MODEL:BATCH:CAP[+clip][@pN,bN,kN]")
+    parser.add_argument("configurations", nargs="*", help="MODEL:BATCH:CAP[+clip][=POLICY][@pN,bN,kN]")
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one configuration")
     parser.add_argument("--json", help="write everything measured here")

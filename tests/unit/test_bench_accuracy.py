@@ -13,7 +13,8 @@ from bench.accuracy import Configuration, count_chunks, hand_plan, make_model
 
 
 @pytest.mark.parametrize(
-    "text", ["llama:16:24", "gpt2:8:16+clip", "llama:16:24@p7,b4,k0", "mistral:4:40.5+clip@p0,b3,k2"]
+    "text",
+    ["llama:16:24", "gpt2:8:16+clip", "llama:16:24@p7,b4,k0", "mistral:4:40.5+clip@p0,b3,k2", "llama:32:12=recompute"],
 )
 def test_a_configuration_as_text(text: str) -> None:
     assert str(Configuration.parse(text)) == text
@@ -56,7 +57,7 @@ def result(configuration: str, step_ms: float, predicted_ms: float) -> dict[str,
         "peak_bytes": 20 << 30,
         "reserved_bytes": 22 << 30,
         "prediction": {"step_ms": predicted_ms, "peak_bytes": 21 << 30},
-        "plan": {"persistent": 7, "chunks": 28, "buffers": 4, "kept": 0, "blocks": 26},
+        "plan": {"persistent": 7, "chunks": 28, "buffers": 4, "kept": 0, "swapped": 0, "blocks": 26},
     }
 
 
