@@ -17,7 +17,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,12 @@ from protrain_compile.guards import manage
 from protrain_compile.packing import Packing, Preparation, decide
 from protrain_compile.plan import Plan
 from protrain_compile.residency import ChunkResidency, SegmentsOf
+from protrain_compile.runtime.agreement import Agreement
 from protrain_compile.runtime.chunk_store import ChunkStore
 from protrain_compile.runtime.host_worker import HostWorker
 from protrain_compile.runtime.sharded_store import ShardedStore
 from protrain_compile.runtime.streams import make_streams
 from protrain_compile.runtime.swap import SwapSpace
-from protrain_compile.schedule import Schedule
-from protrain_compile.schedule_digest import collective_lines
 from protrain_compile.sharded_residency import ShardedResidency
 from protrain_compile.shards import Sharding
 from protrain_compile.shared_gradients import SharedGradients
@@ -59,6 +58,7 @@ class ManagedModel:
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], book: UpdateBook, preparation: Preparation) -> None:
         """Record ``named`` parameters and empty their storage on the device; nothing is packed yet."""
         self.preparation = preparation
+        self.agreement = Agreement(preparation.ranks)
         self.book = book
         self.specs = tuple(ParameterSpec.of(name, parameter) for name, parameter in named)
         self.layout: ChunkLayout | None = None
@@ -69,8 +69,6 @@ class ManagedModel:
         self.versions: list[int] = []
         self.buffers = 0
         self._sharding: tuple[Sharding, ...] | None = None
-        self._agreed: dict[Hashable, Plan] = {}
-        self._agreed_lines: set[tuple[str, ...]] = set()
         self._owner = os.getpid()
         self.guard = UpdateGuard(
             clips=preparation.max_grad_norm is not None,
@@ -87,31 +85,6 @@ class ManagedModel:
             manage(parameter, self, index)
 
     # ---- packing and binding -----------------------------------------------------------------------------------
-
-    def agreed_plan(self, plan: Plan, graph: Hashable) -> Plan:
-        """Return the plan that every rank follows for a graph: rank 0's, told when the graph is first met.
-
-        Args:
-            plan: What this rank would follow.
-            graph: What tells graphs apart. A rank may compile one anew alone, for another length: it asks nobody.
-        """
-        if self.preparation.ranks is None:
-            return plan
-        if graph not in self._agreed:
-            text = self.preparation.ranks.first(plan.to_json(), "the plan of rank 0")
-            self._agreed[graph] = Plan.from_json(text)
-        return self._agreed[graph]
-
-    def compiled(self, schedule: Schedule) -> None:
-        """Check that every rank has this schedule's chunks and collectives.
-
-        Raises:
-            RankError: On every rank, if they differ.
-        """
-        ranks, lines = self.preparation.ranks, tuple(collective_lines(schedule))
-        if ranks is not None and lines not in self._agreed_lines:
-            ranks.agree(lines, "the schedule")
-            self._agreed_lines.add(lines)
 
     def bind(
         self,

@@ -28,7 +28,7 @@ from protrain_compile import compat
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.chunks import ChunkBinding
 from protrain_compile.cost_model import Prediction
-from protrain_compile.errors import BudgetError, ProtrainError
+from protrain_compile.errors import ProtrainError
 from protrain_compile.guards import ManagedParameter
 from protrain_compile.managed import ManagedModel
 from protrain_compile.options import Options
@@ -114,7 +114,7 @@ class CompiledGraph:
             self.records += passes.schedule_pipeline(print_after=self._options.print_after).run(schedule)
             self._artefacts.compile()
             if binding is not None and binding.managed is not None:
-                binding.managed.compiled(schedule)
+                binding.managed.agreement.check(schedule)
             self._schedules[key] = schedule
         return self._schedules[key]
 
@@ -271,10 +271,16 @@ class CompiledGraph:
         if binding.managed is None and shared is not None and not binding.sizes:
             binding.schedule = shared
             return
-        planned = self._planning.plan(self._call(binding))
+        managed, graph = binding.managed, (self.program.block_names, self.program.differentiable)
+        try:
+            planned = self._planning.plan(self._call(binding))
+        except Exception as error:
+            if managed is not None:
+                managed.agreement.refuse_plan(error, graph)
+            raise
         plan = planned.decision.plan
-        if binding.managed is not None:
-            plan = binding.managed.agreed_plan(plan, (self.program.block_names, self.program.differentiable))
+        if managed is not None:
+            plan = managed.agreement.plan(plan, graph)
         before, binding.schedule = binding.schedule, self.schedule_for(plan, binding)
         self._planned[binding.schedule] = planned
         if binding.schedule is not before or len(self._planned) == 1:
@@ -287,7 +293,7 @@ class CompiledGraph:
             known, binding.sizes = binding.sizes, tuple(map(max, sizes, binding.sizes))
             try:
                 self._plan(binding)
-            except BudgetError:
+            except BaseException:
                 binding.sizes = known
                 raise
 

@@ -125,11 +125,20 @@ class Ranks:
         return min((each for each in self._every(value, what) if each is not None), default=None)
 
     def first(self, text: str, what: str) -> str:
-        """Return rank 0's ``text``."""
-        texts = [text]
-        with self._waiting(what):
-            dist.broadcast_object_list(texts, src=0, group=self._agreement)
-        return texts[0]
+        """Return rank 0's ``text``.
+
+        Raises:
+            RankError: If a rank refused instead.
+        """
+        every = self._every((text, ""), what)
+        for rank, (_, reason) in enumerate(every):
+            if reason:
+                raise RankError(f"rank {rank} of {self._world_size} cannot go on, so nor can the others: {reason}")
+        return every[0][0]
+
+    def refuse(self, reason: str, what: str) -> None:
+        """Let the ranks that ask in ``first`` raise instead of waiting for this one, which is about to."""
+        self._every(("", reason), what)
 
     def agree(self, lines: Sequence[str], what: str) -> None:
         """Return if ``lines`` are the same on all ranks.

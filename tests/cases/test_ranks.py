@@ -26,6 +26,7 @@ CHECKS = (
     "different_lengths_do_not_hang",
     "a_nonfinite_gradient_on_one_rank_skips_on_all",
     "states_are_whole_on_every_rank",
+    "gathers_wait_for_writes",
 )
 CHECKS_OF_SIZE = {
     3: ("uneven_tails_equal_one_rank", "traffic_is_that_of_zero"),
@@ -38,7 +39,7 @@ Outcomes = dict[str, list[Outcome]]
 @pytest.fixture(scope="module")
 def two_ranks() -> Outcomes:
     others = ("host_bytes", "all_ranks_follow_rank_0s_plan", "other_schedules_are_refused", "other_models_are_refused")
-    return run_world(2, "rank_checks", (*CHECKS, *others))
+    return run_world(2, "rank_checks", (*CHECKS, *others, "one_rank_has_no_plan"))
 
 
 def assert_passed(outcomes: list[Outcome]) -> None:
@@ -78,6 +79,16 @@ def test_differences_are_an_error_on_all_ranks(two_ranks: Outcomes, check: str, 
         assert "RankError" in outcome.error
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(outcome.error.replace("\n", " "))
+
+
+def test_a_rank_without_a_plan_ends_the_others_with_its_reason(two_ranks: Outcomes) -> None:
+    first, last = two_ranks["one_rank_has_no_plan"]
+    assert first.error is not None
+    assert last.error is not None
+    assert "RankError: rank 1 of 2 cannot go on, so nor can the others: " in first.error
+    reason = last.error.strip().splitlines()[-1]
+    assert "BudgetError: " in reason
+    assert reason.partition("BudgetError: ")[2] in first.error
 
 
 @pytest.mark.parametrize("size", CHECKS_OF_SIZE)

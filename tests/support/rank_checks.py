@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -306,6 +307,13 @@ def other_schedules_are_refused() -> None:
     ours.step(0)
 
 
+def one_rank_has_no_plan() -> None:
+    """Only the last rank's budget is too small; the others do not wait for it."""
+    budget = "1KiB" if dist.get_rank() == dist.get_world_size() - 1 else "1GiB"
+    ours = prepared(Stack(), Plan(), data=own, memory_budget=budget)
+    ours.step(0)
+
+
 def other_models_are_refused() -> None:
     pair(forced("offloaded"), Stack(width=8 + 8 * dist.get_rank()))
 
@@ -363,6 +371,19 @@ def states_are_whole_on_every_rank() -> None:
         resumed.model.load_state_dict(values)
         resumed.optimizer.load_state_dict(states)
         assert torch.equal(resumed.steps(2, 3), expected)
+
+
+def gathers_wait_for_writes() -> None:
+    """What packs or writes a parameter on the device is on the compute stream: a gather has to wait for it there."""
+    for plan in kinds():
+        ours = prepared(Stack(), plan, data=own)
+        ours.step(0)
+        residency = residency_of(ours)
+        values = ours.model.state_dict()
+        with mock.patch.object(residency.streams, "record") as record:
+            ours.model.load_state_dict(values)
+        resident = [i for i, kind in enumerate(residency.store.spec.residency) if kind == "persistent"]
+        assert all(mock.call(residency._updated[chunk], "compute") in record.mock_calls for chunk in resident)
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

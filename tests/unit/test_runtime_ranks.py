@@ -79,3 +79,12 @@ def test_a_mesh_needs_a_process_group() -> None:
     with pytest.raises(OptionError, match=r"mesh: torch\.distributed is not initialised"):
         protrain_compile.prepare(model, torch.optim.SGD(model.parameters()), mesh=object())  # type: ignore[arg-type]
     assert type(model.weight) is nn.Parameter
+
+
+@pytest.mark.usefixtures("world")
+def test_a_rank_that_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(CPU)
+    ranks.refuse("no memory", "the plan")
+    monkeypatch.setattr(ranks, "_every", lambda *_: [("plan", ""), ("", "no memory")])
+    with pytest.raises(RankError, match="rank 1 of 1 cannot go on, so nor can the others: no memory"):
+        ranks.first("plan", "the plan")

@@ -1,0 +1,60 @@
+"""Agreement: what the ranks of a prepared model must have in common before one of its graphs runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from protrain_compile.plan import Plan
+from protrain_compile.runtime.ranks import Ranks
+from protrain_compile.schedule import Schedule
+from protrain_compile.schedule_digest import collective_lines
+
+PLAN = "the plan of rank 0"
+"""What ranks wait for, as messages say it."""
+
+
+class Agreement:
+    """Plans and schedules that all ranks follow.
+
+    A rank may compile a graph anew alone, for another length: nobody is asked again about what was agreed.
+
+    Args:
+        ranks: The ranks; None for one, which agrees with itself.
+    """
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        self._plans: dict[Hashable, Plan] = {}
+        self._lines: set[tuple[str, ...]] = set()
+
+    def plan(self, own: Plan, graph: Hashable) -> Plan:
+        """Return the plan that every rank follows for a graph: rank 0's, told when the graph is first met.
+
+        Args:
+            own: What this rank would follow.
+            graph: What tells graphs apart.
+
+        Raises:
+            RankError: If another rank has no plan.
+        """
+        if self._ranks is None:
+            return own
+        if graph not in self._plans:
+            self._plans[graph] = Plan.from_json(self._ranks.first(own.to_json(), PLAN))
+        return self._plans[graph]
+
+    def refuse_plan(self, error: Exception, graph: Hashable) -> None:
+        """Tell the ranks that are about to agree on a graph's plan that this one has none."""
+        if self._ranks is not None and graph not in self._plans:
+            self._ranks.refuse(str(error), PLAN)
+
+    def check(self, schedule: Schedule) -> None:
+        """Check that every rank has this schedule's chunks and collectives.
+
+        Raises:
+            RankError: On every rank, if they differ.
+        """
+        lines = tuple(collective_lines(schedule))
+        if self._ranks is not None and lines not in self._lines:
+            self._ranks.agree(lines, "the schedule")
+            self._lines.add(lines)
