@@ -101,14 +101,15 @@ class ManagedModel:
             plan: The plan to follow; its residency counts for the first call.
             read_as: Data type in which the graph reads each of the positions.
         """
-        if self.residency is None:
-            self._allocate(
-                [[places[i] for i in used if i in places] for used in first_uses],
-                plan,
-                {places[i]: dtype for i, dtype in read_as.items()},
-            )
-        if not self._moved_in:
-            self._move_in(self.packed.store)
+        with torch.inference_mode(False), torch.no_grad():  # what an evaluation allocates, training writes
+            if self.residency is None:
+                self._allocate(
+                    [[places[i] for i in used if i in places] for used in first_uses],
+                    plan,
+                    {places[i]: dtype for i, dtype in read_as.items()},
+                )
+            if not self._moved_in:
+                self._move_in(self.packed.store)
         assert self.layout is not None
         assert self.residency is not None
         spec, ranks = self.residency.store.spec, self.preparation.ranks
@@ -178,6 +179,7 @@ class ManagedModel:
         store.add_moments()
         self.book.install(store)
         self._moved_in = True
+        self.values_changed()
         log.info("packed %d parameters into %d chunks", len(self.specs), len(store.spec.layout.chunks))
 
     def _check_process(self) -> None:

@@ -150,7 +150,6 @@ class ShardedResidency(ChunkResidency):
             return
         self.streams.wait(self._reduced[chunk], "compute")
         super().apply(chunk, multiplier)
-        self.streams.record(self._updated[chunk], "compute")
         self._summed.discard(chunk)
         self.written(chunk)
 
@@ -174,8 +173,10 @@ class ShardedResidency(ChunkResidency):
         return float(self.ranks.total(own**2, "the norm of all gradients") ** 0.5)
 
     def written(self, chunk: int) -> None:
-        """See :meth:`ChunkResidency.written`."""
+        """See :meth:`ChunkResidency.written`; gathers wait for writes on the device, on the compute stream."""
         super().written(chunk)
+        if chunk in self._updated:
+            self.streams.record(self._updated[chunk], "compute")
         if chunk in self.store.whole_parameters:
             self._stale.add(chunk)
 

@@ -19,6 +19,7 @@ from protrain_compile.commands.outlook import Workload, step_of
 from protrain_compile.cost_model import Prediction, simulate
 from protrain_compile.errors import BudgetError
 from protrain_compile.profile import HardwareProfile
+from protrain_compile.runtime.planning import Planning
 
 WIDTH = 1024
 """Of a model with 16 MiB of parameters a block: each block has a chunk of its own."""
@@ -177,6 +178,27 @@ def test_a_shape_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(BudgetError):
         run.compiled(tokens(64, 512))
     run.step(tokens(2, 64))
+
+
+def test_planning_for_a_new_shape_that_breaks_off_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(1 << 40)
+    run.step(tokens(2, 32))
+    run.step(tokens(2, 48))
+    graph = protrain_compile.schedule(run.compiled).parts[-1].graph
+    (binding,) = graph._bindings.values()
+    known = binding.sizes
+    assert known
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("profiling broke off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Planning, "plan", fail)
+        with pytest.raises(RuntimeError, match="broke off"):
+            run.compiled(tokens(2, 64))
+    assert binding.sizes == known
+    run.step(tokens(2, 64))
+    assert binding.sizes != known
 
 
 def test_the_smaller_budget_counts() -> None:

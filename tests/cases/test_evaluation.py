@@ -11,6 +11,7 @@ import torch
 from support.compare import compile_model
 from support.light import GPT
 from support.models import tokens
+from support.prepared import Stack, assert_same_values, batch, eager, forced, prepared
 
 import protrain_compile
 from protrain_compile import Plan
@@ -124,3 +125,18 @@ def test_inference_tensors_as_inputs() -> None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         torch.testing.assert_close(compiled(batch), model(batch), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("residency", ["persistent", "offloaded"])
+def test_a_prepared_model_that_is_first_called_in_inference_mode(residency: str) -> None:
+    """What that call allocates is written in training, which refuses tensors that were made in inference mode."""
+    model = Stack()
+    ours, plain = prepared(model, forced(residency, "swap"), max_grad_norm=1.0), eager(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours.called(batch()), plain.called(batch()))
+    for seed in range(3):
+        ours.step(seed)
+        plain.called(batch(seed)).backward()
+        torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1.0)
+        plain.update()
+    assert_same_values(ours.model, plain.model)
