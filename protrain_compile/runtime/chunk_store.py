@@ -121,6 +121,7 @@ class ChunkStore:
         self.gradients: dict[int, torch.Tensor] = {}
         self.accumulators: dict[int, torch.Tensor] = {}
         self._accumulator_slabs: dict[int, Slab] = {}
+        self._landing_slabs: dict[int, Slab] = {}
         pinned = HostParts(self.pinned, spec.pinned_parts(), "chunk parameters and gradients")
         self.parameters = [self._allocate(chunk, pinned) for chunk in spec.layout.chunks]
         self.landings = pinned.remaining()
@@ -192,6 +193,9 @@ class ChunkStore:
             number, landing = self.landing(chunk, 0)
             slab = self.pinned.allocate(landing.nbytes, "gradients")
             self.landings[number] = slab.tensor(0, landing.nbytes, torch.uint8)
+            before, self._landing_slabs[number] = self._landing_slabs.get(number), slab
+            if before is not None:
+                before.close()
 
     def drop_accumulators(self) -> None:
         """Give the accumulators' memory back."""

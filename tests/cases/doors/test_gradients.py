@@ -296,3 +296,18 @@ def test_gradients_with_an_unused_parameter(residency: str) -> None:
 
     trainee = check(loop, residency if residency != "mixed" else "split", model)
     assert torch.equal(trainee.model.state_dict()["spare"], torch.ones(3))
+
+
+def test_gradients_held_from_step_to_step_take_no_more_memory() -> None:
+    """Views of each step's gradients keep their memory, which dies with them: the next step's lie elsewhere."""
+    trainee = prepared(Stack(), forced("offloaded"), max_grad_norm=math.inf)
+    held: list[Tensor | None] = []
+    sizes = []
+    for seed in range(5):
+        trainee.backward(seed)
+        held = [None if p.grad is None else p.grad.view(-1) for p in trainee.model.parameters()]
+        trainee.update()
+        store = trainee.managed.packed.store
+        sizes.append(store.pinned.held_bytes + store.pageable.held_bytes)
+    assert all(gradient is not None for gradient in held)
+    assert sizes[1:] == sizes[1:2] * 4
