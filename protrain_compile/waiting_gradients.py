@@ -74,7 +74,9 @@ class WaitingGradients:
     def _hand_out(self, index: int) -> torch.Tensor:
         chunk, _ = self._residency.store.spec.layout.place_of[index]
         # A storage of its own over the same memory: whoever refers to it can be counted.
-        view = torch.from_dlpack(self._memory(index))  # type: ignore[attr-defined]
+        memory = self._memory(index)
+        with torch.cuda.device_of(memory):  # type: ignore[no-untyped-call]  # else another GPU's is not exported
+            view = torch.from_dlpack(memory)  # type: ignore[attr-defined]
         assert isinstance(view, torch.Tensor)
         self._handed_out.append((chunk, weakref.ref(view), view.untyped_storage()))
         return view
