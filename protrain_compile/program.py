@@ -220,6 +220,11 @@ class Program:
         """Module paths of the blocks that have a segment, in execution order."""
         return tuple(segment.stage.path for segment in self.segments if segment.stage.kind == "block")
 
+    @property
+    def structures(self) -> int:
+        """How many different templates the segments have; the sliced form of one counts as that one."""
+        return len(set(self.template_of))
+
     def template_index(self, segment: int, loss: str | None) -> int:
         """Return which template a segment runs: its own, or for a loss of ``sliced`` the sliced form of that."""
         index = self.template_of[segment]

@@ -80,7 +80,7 @@ def _header(graph: CompiledGraph, schedule: Schedule) -> str:
     program = schedule.program
     return (
         f"protrain schedule: {program.name}, {_device(program.graph)}, built in {graph.build_s:.1f} s "
-        f"({len(set(program.template_of))} templates, {len(program.segments)} segments)"
+        f"({program.structures} templates, {len(program.segments)} segments)"
     )
 
 
@@ -201,7 +201,7 @@ def to_dict(graph: CompiledGraph, schedule: Schedule) -> dict[str, Any]:
         "model": program.name,
         "plan": json.loads(schedule.plan.to_json()),
         "predicted": _predicted_dict(graph.planned(schedule)),
-        "templates": len(set(program.template_of)),
+        "templates": program.structures,
         "segments": [
             {"name": segment.stage.name, "path": segment.stage.path, "template": program.templates[index].name}
             for segment, index in zip(program.segments, program.template_of, strict=True)

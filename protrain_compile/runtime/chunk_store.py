@@ -212,14 +212,15 @@ class ChunkStore:
 
     def read(self, parameter: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter's value as a fresh tensor where its chunk lies, exact in ``dtype``."""
-        return self.whole(parameter, self._read_here(parameter, dtype))
+        # Copied last: a view would be refused by autograd where a parameter is not.
+        return self.whole(parameter, self._read_here(parameter, dtype)).to(dtype, copy=True)
 
     def _read_here(self, parameter: int, dtype: torch.dtype) -> torch.Tensor:
         chunk, where = self.slot_range(parameter)
         states = self.states.get(chunk)
         if states is None or states.companion is None or dtype == states.param.dtype:
-            return self.parameters[chunk][where].to(dtype, copy=True)
-        return states.narrow(where.start, where.stop).load_master().to(dtype, copy=True)
+            return self.parameters[chunk][where]
+        return states.narrow(where.start, where.stop).load_master()
 
     def whole(self, parameter: int, part: torch.Tensor) -> torch.Tensor:
         """Return a flat part of something of a parameter as the whole, in the parameter's shape: all lies here."""

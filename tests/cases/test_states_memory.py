@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import protrain_compile
 from protrain_compile import HostMemoryError, managed
 from protrain_compile.byte_text import format_size
+from protrain_compile.errors import BudgetError
 from protrain_compile.runtime import chunk_store
 from protrain_compile.runtime.host_memory import HostMemory, PinningError
 from protrain_compile.runtime.host_worker import HostWorker
@@ -225,14 +226,18 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("residency", ["offloaded", "mixed"])
 def test_memory_is_flat(residency: str) -> None:
     trainee = warmed(prepared(Stack(), residency, gradient_accumulation_steps=2), 20)
-    gc.collect()
-    before, objects = resident_bytes(), len(gc.get_objects())
-    for seed in range(200):
-        trainee.backward(seed)
-        trainee.step(seed)
-    gc.collect()
-    assert resident_bytes() - before < 4 << 20  # the allocator's own slack; a leaked batch a step would be less
-    assert len(gc.get_objects()) - objects < 200  # not one object a step
+    growths = []
+    for window in range(3):
+        gc.collect()
+        before, objects = resident_bytes(), len(gc.get_objects())
+        for seed in range(100):
+            trainee.backward(100 * window + seed)
+            trainee.step(seed)
+        gc.collect()
+        growths.append((resident_bytes() - before, len(gc.get_objects()) - objects))
+    # A leak shows in every window; what others in this process allocate does not.
+    assert min(size for size, _ in growths) < 1 << 20
+    assert min(count for _, count in growths) < 100  # not one object a step
 
 
 def test_data_loader_workers() -> None:
@@ -331,9 +336,12 @@ def test_forced_budget_of_the_device() -> None:
     model = Stack()
     plain = eager(model)
     plan = forced(residency=None)
-    for budget, wanted in ((40_000, {"persistent", "offloaded"}), ("1GiB", {"persistent"}), (1, {"offloaded"})):
+    with pytest.raises(BudgetError) as caught:
+        prepared(model, plan, memory_budget=1).forward()
+    for budget, moves in ((caught.value.needed_bytes, True), ("1GiB", False)):
         trainee = prepared(model, plan, memory_budget=budget)
         trainee.steps(0, 1)
-        assert set(trainee.managed.residency.store.spec.residency) == wanted, budget
+        residency = trainee.managed.residency.store.spec.residency
+        assert (set(residency) != {"persistent"}) == moves, budget
     plain.steps(0, 1)
     assert_same_values(trainee.model, plain.model)

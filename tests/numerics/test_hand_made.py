@@ -27,5 +27,5 @@ def test_one_block_is_one_segment() -> None:
 def test_depth_does_not_add_templates() -> None:
     shallow = check_plans(Llama(3), lambda m: m(tokens()), blocks=3)
     deep = check_plans(Llama(7), lambda m: m(tokens()), blocks=7)
-    assert len(deep.parts[0].graph.program.templates) == len(shallow.parts[0].graph.program.templates)
+    assert deep.parts[0].graph.program.structures == shallow.parts[0].graph.program.structures
     assert deep.parts[0].graph.compiled_artefacts == shallow.parts[0].graph.compiled_artefacts

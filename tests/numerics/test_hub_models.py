@@ -48,7 +48,7 @@ def test_experts_without_breaks() -> None:
     torch.manual_seed(0)
     model = hub.mixtral(transformers, "batched_mm")
     # Its backward accumulates with index_put, which adds in no fixed order on several threads.
-    check_plans(model, hub.causal_step, blocks=hub.LAYERS, templates=3, recompute_bitwise=False)
+    check_plans(model, hub.causal_step, blocks=hub.LAYERS, templates=3, bitwise=False)
 
 
 def test_experts_that_break_the_graph() -> None:

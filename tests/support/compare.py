@@ -93,11 +93,12 @@ def check_plans(
     atol: float = 1e-6,
     eager: Result | None = None,
     compiled: nn.Module | None = None,
-    recompute_bitwise: bool = True,
+    bitwise: bool = True,
     **options: Any,
 ) -> protrain_compile.ModelSchedule:
     """Check all policies and mixed plans under one compiled entry against eager; return the schedule.
 
+    Plans are compared with keep to the last bit, or (not ``bitwise``: some kernels add in no fixed order) with eager.
     Buffers must come out as in eager after each plan's step, so each step starts from the same buffers.
     """
     start = copy.deepcopy(dict(model.named_buffers()))
@@ -109,14 +110,14 @@ def check_plans(
     schedule = protrain_compile.schedule(compiled)
     assert len(schedule.parts) == 1, schedule.render()
     assert plan_blocks(schedule) == blocks, schedule.render()
-    assert len(schedule.parts[0].graph.program.templates) <= templates, schedule.render()
+    assert schedule.parts[0].graph.program.structures <= templates, schedule.render()
     compiles = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    recomputing = (Plan.uniform("recompute"), alternating(blocks), alternating(blocks, "recompute"), turns(blocks))
-    for plan in (*recomputing, Plan.uniform("swap"), Plan.uniform("keep")):
+    mixed = (alternating(blocks), alternating(blocks, "recompute"), turns(blocks))
+    for plan in (Plan.uniform("recompute"), *mixed, Plan.uniform("swap"), Plan.uniform("keep")):
         _restore(model, start)
         schedule.use(plan)
         result = run_step(compiled, step, owner=model)
-        if recompute_bitwise or plan not in recomputing:
+        if bitwise:
             assert_bitwise(result, keep)
         else:
             assert_same(result, eager, rtol=rtol, atol=atol)
