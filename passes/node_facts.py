@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -123,3 +124,14 @@ def free_symbols(value: Any) -> set[Any]:
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return set(value.node.expr.free_symbols)
     return set()
+
+
+def reach(wanted: Iterable[fx.Node], stop: Container[fx.Node] = ()) -> set[fx.Node]:
+    """Return ``wanted`` and all that they depend on, as far as ``stop``, which is left out."""
+    stack, seen = list(wanted), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node not in seen and node not in stop:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen

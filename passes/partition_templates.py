@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from passes.node_facts import free_symbols, is_parameter_cast, is_view, never_recompute
+from passes.node_facts import free_symbols, is_parameter_cast, is_view, never_recompute, reach
 from protrain_compile import compat
 from protrain_compile.program import Parts, Program, Ref, Template, fake_value, is_symbol
 
@@ -64,7 +64,7 @@ def _independent_halves(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.Gra
     Returns None for any other joint.
     """
     results: tuple[fx.Node, ...] = joint.graph.output_node().args[0]  # type: ignore[assignment]
-    sources = _reach(results[num_outputs:], set())
+    sources = reach(results[num_outputs:], set())
     if any(never_recompute(node) or _is_primal(node) for node in sources):
         return None
     forward, backward = (
@@ -208,22 +208,12 @@ def _extract(module: fx.GraphModule, wanted: list[fx.Node], given: list[fx.Node]
     for node in [*module.graph.find_nodes(op="placeholder"), *given]:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = copy.copy(node.meta)
-    reach = _reach(wanted, set(given))
+    inside = reach(wanted, set(given))
     for node in module.graph.nodes:
-        if node in reach and node not in copies:
+        if node in inside and node not in copies:
             copies[node] = graph.node_copy(node, lambda each: copies[each])
     graph.output(tuple(copies[node] for node in wanted))
     return fx.GraphModule(module, graph)
-
-
-def _reach(wanted: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    stack, seen = list(wanted), set()
-    while stack:
-        node = stack.pop()
-        if node not in seen and node not in stop:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def _rebuild_in_backward(backward: fx.GraphModule, kept: list[fx.Node]) -> None:

@@ -28,6 +28,7 @@ import torch
 from torch import fx
 
 from passes.linearity import dependent_nodes, first_nonlinear
+from passes.node_facts import reach
 from passes.row_slices import RowInput, SliceWriter
 from passes.wide_region import PRODUCTS, CannotSliceError, Region, sizes
 from protrain_compile import compat
@@ -167,8 +168,8 @@ class _Rewrite:
             raise CannotSliceError("its gradients depend on more than one scalar tangent")
         tangent, dependent = next(iter(found.items()))
         inside = set(self.region.nodes)
-        above = _ancestors(inside)
-        nonlinear = first_nonlinear([n for n in self.graph.nodes if n in inside or n in above], dependent)
+        computed = reach(inside)
+        nonlinear = first_nonlinear([node for node in self.graph.nodes if node in computed], dependent)
         if nonlinear is not None:
             raise CannotSliceError(f"{nonlinear.name} is not known to be linear in the tangent")
         return tangent, dependent
@@ -182,7 +183,7 @@ class _Rewrite:
             CannotSliceError: If an input depends on the region.
         """
         sources = {*(each.source for each in self.writer.row_inputs), *self.writer.whole_inputs}
-        needed = _ancestors(sources) | sources
+        needed = reach(sources)
         if not needed.isdisjoint(self.region.nodes):
             raise CannotSliceError("an input of the region depends on the region")
         return [node for node in self.graph.nodes if node in needed and node in self.dependent]
@@ -284,16 +285,6 @@ def _sort(graph: fx.Graph) -> None:
     ordered = list(done)
     for before, after in itertools.pairwise(ordered):
         before.append(after)
-
-
-def _ancestors(nodes: set[fx.Node]) -> set[fx.Node]:
-    stack, seen = [source for node in nodes for source in node.all_input_nodes], set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def _is_half(value: Any) -> bool:

@@ -23,12 +23,12 @@ import collections
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from torch import fx
 
-from passes.node_facts import is_backward_tagged, is_heavy
+from passes.node_facts import is_backward_tagged, is_heavy, reach
 from protrain_compile.program import Program, Stage, is_symbol
 
 MIN_HEAVY_OPS_PER_BLOCK = 2
@@ -80,19 +80,8 @@ def backward_nodes(program: Program) -> set[fx.Node]:
     for node in program.calls():
         if is_backward_tagged(node) or any(source in found for source in node.all_input_nodes):
             found.add(node)
-    needed_forward = _ancestors(result for result in program.results[: program.num_outputs])
+    needed_forward = reach(each for each in program.results[: program.num_outputs] if isinstance(each, fx.Node))
     return (found - needed_forward) - set(program.tangents)
-
-
-def _ancestors(results: Iterable[Any]) -> set[fx.Node]:
-    stack = [node for node in results if isinstance(node, fx.Node)]
-    seen: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
 
 
 def module_path(raw: str) -> str:
