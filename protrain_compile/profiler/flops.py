@@ -58,14 +58,20 @@ def _is_causal(node: fx.Node) -> bool:
     return False
 
 
-def _cpu_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
-    return _sdpa(query.shape, key.shape, value.shape)
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return _sdpa(query.shape, _per_head(query, key), _per_head(query, value))
 
 
-def _cpu_attention_backward(
+def _attention_backward(
     gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> Any:
-    return _sdpa_backward(gradient.shape, query.shape, key.shape, value.shape)
+    return _sdpa_backward(gradient.shape, query.shape, _per_head(query, key), _per_head(query, value))
+
+
+def _per_head(query: torch.Tensor, shared: torch.Tensor) -> torch.Size:
+    """Return the shape of keys or values that several heads of ``query`` share, were each head to have its own."""
+    batch, _, *rest = shared.shape
+    return torch.Size((batch, query.shape[1], *rest))
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -73,9 +79,10 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any
     return 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _OWN: dict[str, Formula] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
+    **{f"_scaled_dot_product_{kernel}": _attention for kernel in _KERNELS},
+    **{f"_scaled_dot_product_{kernel}_backward": _attention_backward for kernel in _KERNELS},
     "_grouped_mm": _grouped_product,
 }
-"""Operations that ``flop_counter`` has no formula for."""
+"""Operations that ``flop_counter`` has no formula for, or none for keys that several heads share."""

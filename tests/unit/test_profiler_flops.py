@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from support.capture import Graph
 
@@ -45,3 +46,17 @@ def test_attention_backward_is_two_and_a_half_times_the_forward() -> None:
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default, out, q, k, v, out, lse, 0.0, False
     )
     assert node_flops(backward) == node_flops(forward) * 5 // 2
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention", "efficient_attention", "flash_attention_for_cpu"])
+def test_heads_that_share_keys_compute_as_much_as_others(kernel: str) -> None:
+    g = Graph()
+    q, k, v = g.input("q", 2, 8, 16, 8), g.input("k", 2, 2, 16, 8), g.input("v", 2, 2, 16, 8)
+    own, out, lse = g.input("own", 2, 8, 16, 8), g.input("out", 2, 8, 16, 8), g.input("lse", 2, 8, 16)
+    forward = getattr(aten, f"_scaled_dot_product_{kernel}").default
+    extra = (None, True) if kernel == "efficient_attention" else ()
+    assert node_flops(g.call(forward, q, k, v, *extra)) == node_flops(g.call(forward, q, own, own, *extra))
+    if kernel == "flash_attention_for_cpu":
+        back = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        shared = g.call(back, out, q, k, v, out, lse, 0.0, False)
+        assert node_flops(shared) == node_flops(g.call(back, out, q, own, own, out, lse, 0.0, False))
