@@ -176,8 +176,10 @@ def measure(configuration: Configuration) -> dict[str, Any]:
         memory_budget=cap,
         max_grad_norm=1.0 if configuration.clip else None,
     )
-    compiled = torch.compile(model, backend=backend, options={"schedule": "off"})
+    compiled: Any = torch.compile(model, backend=backend, options={"schedule": "off"})
     seconds = _train(configuration, compiled, optimizer, device)
+    part = protrain.schedule(compiled).parts[0]
+    planned = part.graph.planned(part.schedule)
     found = {
         "configuration": str(configuration),
         "step_ms": seconds * 1e3,
@@ -187,12 +189,12 @@ def measure(configuration: Configuration) -> dict[str, Any]:
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0,
     }
     managed: Any = optimizer._managed  # type: ignore[attr-defined]
-    schedule = protrain.schedule(compiled).parts[0].schedule
+    schedule, other_bytes = part.schedule, planned.budget.other_bytes if planned is not None else 0
     shape, plan = _shape_and_plan(schedule, managed)
     managed.close()
-    del compiled, model, optimizer, managed
+    del compiled, model, optimizer, managed, part, planned
     gc.collect()
-    return {**found, **_predict(schedule, shape, plan)}
+    return {**found, "other_bytes": other_bytes, **_predict(schedule, shape, plan)}
 
 
 def _train(configuration: Configuration, compiled: Any, optimizer: Any, device: str) -> float:
@@ -249,7 +251,8 @@ def _predict(schedule: Any, shape: Any, plan: Any) -> dict[str, Any]:
         "swapped": plan.policies.count("swap"),
         "blocks": len(plan.policies),
     }
-    return {"prediction": prediction, "plan": short, "shape": shape.to_json(), "profile": profile.to_json()}
+    whole = {"whole_plan": plan.to_json(), "shape": shape.to_json(), "profile": profile.to_json()}
+    return {"prediction": prediction, "plan": short, **whole}
 
 
 def run_child(configuration: Configuration, timeout_s: float) -> dict[str, Any]:
@@ -266,6 +269,11 @@ def run_child(configuration: Configuration, timeout_s: float) -> dict[str, Any]:
         return {"configuration": str(configuration), "error": error}
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
     return found
+
+
+def predicted_peak(result: dict[str, Any]) -> int:
+    """Return the predicted peak, and what others hold beside the step: the workspaces of libraries."""
+    return int(result["prediction"]["peak_bytes"]) + int(result["other_bytes"])
 
 
 def off(predicted: float, measured: float) -> float:
@@ -286,8 +294,8 @@ def describe(result: dict[str, Any]) -> tuple[str, ...]:
         f"{predicted['step_ms']:,.0f}",
         f"{off(predicted['step_ms'], result['step_ms']):+.1%}",
         f"{result['peak_bytes'] / 2**30:.2f}",
-        f"{predicted['peak_bytes'] / 2**30:.2f}",
-        f"{off(predicted['peak_bytes'], result['peak_bytes']):+.1%}",
+        f"{predicted_peak(result) / 2**30:.2f}",
+        f"{off(predicted_peak(result), result['peak_bytes']):+.1%}",
         f"{result['reserved_bytes'] / 2**30:.2f}",
         f"{result['tokens_s']:,.0f}",
     )
@@ -299,7 +307,7 @@ def summary(results: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     if not good:
         return ("nothing was measured",)
     times = [off(each["prediction"]["step_ms"], each["step_ms"]) for each in good]
-    peaks = [off(each["prediction"]["peak_bytes"], each["peak_bytes"]) for each in good]
+    peaks = [off(predicted_peak(each), each["peak_bytes"]) for each in good]
     middle = common.median([abs(each) for each in times])
     return (
         f"step time: median error {middle:.1%}, worst {max(times, key=abs):+.1%}, of {len(good)} configurations",
@@ -314,13 +322,16 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    panels = (("step_ms", 1.0, "step time, ms", 0.03), ("peak_bytes", 2.0**30, "peak memory, GiB", 0.05))
+    panels: Any = (
+        ("step_ms", lambda each: each["prediction"]["step_ms"], 1.0, "step time, ms", 0.03),
+        ("peak_bytes", predicted_peak, 2.0**30, "peak memory, GiB", 0.05),
+    )
     figure, axes = pyplot.subplots(1, len(panels), figsize=(11, 5))
-    for axis, (name, unit, title, allowed) in zip(axes, panels, strict=True):
+    for axis, (name, predict, unit, title, allowed) in zip(axes, panels, strict=True):
         for model in dict.fromkeys(each["configuration"].partition(":")[0] for each in results):
             mine = [each for each in results if each["configuration"].startswith(f"{model}:") and "error" not in each]
             measured = [each[name] / unit for each in mine]
-            axis.scatter(measured, [each["prediction"][name] / unit for each in mine], label=model)
+            axis.scatter(measured, [predict(each) / unit for each in mine], label=model)
         most = max([axis.get_xlim()[1], axis.get_ylim()[1]])
         axis.plot([0, most], [0, most], color="black", linewidth=0.8)
         axis.fill_between([0, most], [0, most * (1 - allowed)], [0, most * (1 + allowed)], alpha=0.15)
