@@ -214,12 +214,12 @@ def decide_with_loss(forms: Sequence[Loss], decide_form: Callable[[Loss], Decisi
         BudgetError: If no plan fits in any form; it names the smallest budget of all.
     """
     best: Decision | None = None
-    errors: list[BudgetError] = []
+    refused: BudgetError | None = None
     for form in forms:
         try:
             found = decide_form(form)
         except BudgetError as error:
-            errors.append(error)
+            refused = error if refused is None else min(refused, error, key=lambda each: each.needed_bytes)
             continue
         found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, loss=form))
         if best is None or _is_better(found, best):
@@ -227,7 +227,11 @@ def decide_with_loss(forms: Sequence[Loss], decide_form: Callable[[Loss], Decisi
         if _keeps_all(best.plan):
             break
     if best is None:
-        raise min(errors, key=lambda error: error.needed_bytes)
+        assert refused is not None
+        try:
+            raise refused
+        finally:
+            del refused  # this frame is in its traceback: a circle that would keep the caller's model alive
     return best
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -108,3 +111,26 @@ def test_the_smallest_budget_of_all_forms_is_named() -> None:
     with pytest.raises(BudgetError) as caught:
         decide_with_loss(BOTH, decide_form)
     assert caught.value.needed_bytes == 15
+
+
+def test_a_refusal_lets_go_of_the_model_at_once() -> None:
+    """Not when the garbage collector comes by: the user who caught it may be about to prepare another one."""
+
+    class Model:
+        pass
+
+    def refused() -> weakref.ref[Model]:
+        model = Model()
+
+        def decide_form(form: Loss) -> Decision:
+            raise BudgetError(f"too little for {model}", 20)
+
+        with contextlib.suppress(BudgetError):
+            decide_with_loss(BOTH, decide_form)
+        return weakref.ref(model)
+
+    gc.disable()
+    try:
+        assert refused()() is None
+    finally:
+        gc.enable()
