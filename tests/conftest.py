@@ -19,19 +19,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="run models that tests prepare on the CPU on a device whose streams are threads; SEED is an interleaving",
     )
+    parser.addoption("--examples", type=int, metavar="N", help="run N random examples in tests that have such")
+    parser.addoption("--first", type=int, default=0, metavar="NUMBER", help="number of the first random example")
+    parser.addoption(
+        "--shard", default="1/1", metavar="K/N", help="run the K-th of N equal parts of the random examples"
+    )
 
 
 def pytest_configure() -> None:
     torch.set_num_threads(THREADS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--examples") is not None:
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0), append=False)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def volume(request: pytest.FixtureRequest) -> Any:
+    """How many random examples to run; see ``support.volume``."""
+    from support.volume import Volume
+
+    return Volume.of(request.config)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,7 +1,7 @@
 """Random prepared models under random plans, loops, faults and interleavings equal eager and leak nothing.
 
-Every example compiles a model, so there are few of them, the same in every run. ``PROTRAIN_TEST_EXAMPLES=N`` runs N
-others. The schedules' verifier runs in each: it follows every pass.
+Every example compiles a model, so there are few of them, the same in every run; ``--examples 500`` runs so many (see
+``support.volume``). The schedules' verifier runs in each: it follows every pass.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.device import install
 from support.prepared import Trainee, adamw, assert_close, assert_same_values, eager, prepared
 from support.threaded import ThreadedDevice
+from support.volume import Volume, example_of
 from torch import Tensor, nn
 
 import protrain_compile
 from protrain_compile import Plan
+from protrain_compile.errors import BudgetError
 from protrain_compile.residency import ChunkResidency
 
-OTHERS = os.environ.get("PROTRAIN_TEST_EXAMPLES")
-EXAMPLES = int(OTHERS or 10)
+EXAMPLES = 14
 VOCABULARY = 23
 Event = Literal["step", "window", "eval", "abandon", "two_forwards", "broken"]
 EVENTS: tuple[Event, ...] = ("step", "window", "eval", "abandon", "two_forwards", "broken")
@@ -49,7 +49,7 @@ class Case:
         half: Whether every block has a frozen bf16 parameter beside its fp32 ones.
         policies: One policy for each block.
         residency: Of all chunks; None lets the budget decide.
-        memory_budget: Device bytes for persistent chunks, where the budget decides.
+        slack: The budget, where it decides, over the smallest that works.
         chunk_bytes: Capacity of a chunk.
         buffers: How many chunk buffers; None for the planner's choice.
         window: The declared micro-batches.
@@ -66,7 +66,7 @@ class Case:
     half: bool
     policies: tuple[Any, ...]
     residency: Any
-    memory_budget: int
+    slack: float
     chunk_bytes: int
     buffers: int | None
     window: int
@@ -89,7 +89,7 @@ def cases(draw: st.DrawFn) -> Case:
         half=draw(st.booleans()),
         policies=tuple(draw(st.lists(st.sampled_from(("keep", "recompute")), min_size=depth, max_size=depth))),
         residency=draw(st.sampled_from(("persistent", "offloaded", "split", None))),
-        memory_budget=draw(st.sampled_from((1, 20_000, 60_000))),
+        slack=draw(st.sampled_from((1.0, 1.2, 1.5))),
         chunk_bytes=draw(st.sampled_from((700, 2_000, 6_000))),
         buffers=draw(st.sampled_from((None, 6, 9))),
         window=draw(st.integers(1, 3)),
@@ -224,16 +224,12 @@ def device() -> ThreadedDevice:
     return ThreadedDevice()
 
 
-@pytest.mark.timeout(120 * EXAMPLES)
-@settings(
-    max_examples=EXAMPLES,
-    derandomize=OTHERS is None,
-    deadline=None,
-    phases=(Phase.explicit, Phase.generate),
-    suppress_health_check=list(HealthCheck),
-)
-@given(case=cases())
-def test_equals_eager_and_leaks_nothing(case: Case, device: ThreadedDevice) -> None:
+def test_equals_eager_and_leaks_nothing(device: ThreadedDevice, volume: Volume) -> None:
+    volume.run(EXAMPLES, lambda number: check(example_of(cases(), number), device))
+
+
+def check(case: Case, device: ThreadedDevice) -> None:
+    """Run a case; nothing of it is left afterwards."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     gc.collect()
@@ -258,9 +254,9 @@ def _train(case: Case) -> list[weakref.ref[Any]]:
         buffers=case.buffers,
     )
     arguments: dict[str, Any] = {"gradient_accumulation_steps": case.window, "max_grad_norm": case.norm}
-    if case.residency is None:
-        arguments["memory_budget"] = case.memory_budget
     model = Model(case)
+    if case.residency is None:
+        arguments["memory_budget"] = int(_needed_bytes(model, plan, arguments) * case.slack)
     plain = eager(model, optimizers, batch)
     trainee = prepared(model, plan, optimizers, batch, **arguments)
     Pair(case, plain, trainee).run()
@@ -269,3 +265,13 @@ def _train(case: Case) -> list[weakref.ref[Any]]:
     residency = trainee.managed.packed
     held = [trainee.managed, residency, residency.worker, residency.store, *residency._buffers.values()]
     return [weakref.ref(each) for each in held]
+
+
+def _needed_bytes(model: nn.Module, plan: Plan, arguments: dict[str, Any]) -> int:
+    """Return the smallest budget that a plan says it works with."""
+    refused = prepared(model, plan, optimizers, batch, **arguments, memory_budget=1)
+    try:
+        refused.forward(0)
+    except BudgetError as error:
+        return int(error.needed_bytes or 0)
+    raise AssertionError("one byte is enough")

@@ -1,6 +1,7 @@
 """Random small models under random plans and loops equal eager, and what is alive is what liveness says.
 
-Every example compiles a model, so there are few of them; the examples are the same in every run.
+Every example compiles a model, so there are few of them, the same in every run; ``--examples 500`` runs so many (see
+``support.volume``).
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.memory import measured_live_bytes
+from support.volume import Volume, example_of
 from torch import Tensor, nn
 
 import protrain_compile
@@ -22,6 +23,7 @@ from protrain_compile import Plan
 from protrain_compile.liveness import schedule_liveness
 from protrain_compile.plan import POLICIES
 
+EXAMPLES = 6
 VOCABULARY = 24
 Event = Literal["train", "two_forwards", "eval", "abandon"]
 EVENTS: tuple[Event, ...] = ("train", "two_forwards", "eval", "abandon")
@@ -134,15 +136,12 @@ def run(model: Any, owner: nn.Module, events: tuple[Event, ...]) -> list[Any]:
     return found
 
 
-@settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    phases=(Phase.explicit, Phase.generate),  # a smaller failing example would take minutes to find
-    suppress_health_check=list(HealthCheck),
-)
-@given(cases())
-def test_a_random_model_equals_eager(case: Case) -> None:
+def test_a_random_model_equals_eager(volume: Volume) -> None:
+    volume.run(EXAMPLES, lambda number: check(example_of(cases(), number)))
+
+
+def check(case: Case) -> None:
+    """Compare a case with eager; what is alive in its schedules is what liveness says."""
     torch.manual_seed(0)
     model = Model(case)
     expected = run(*[copy.deepcopy(model)] * 2, case.events)

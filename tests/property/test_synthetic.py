@@ -1,40 +1,38 @@
 """Random synthetic programs: the passes' schedules are clean, and give eager's results at whatever pace streams run.
 
-``PROTRAIN_SYNTHETIC=20000 pytest tests/property/test_synthetic.py`` runs so many instead of the usual ones.
+``--examples 20000`` runs so many instead of the usual ones; see ``support.volume``.
 """
 
 from __future__ import annotations
 
-import os
-
-import pytest
 from support.interleave import execute, orders
 from support.schedules import take_tour
 from support.symbolic import SymbolicRuntime
 from support.synthetic import Eager, Synthetic, draw
+from support.volume import Volume
 
 from passes.tours import Tour, tours_of
 from protrain_compile.errors import PlanError
 from protrain_compile.schedule import Schedule
 
-PARTS = 6
-COUNT = int(os.environ.get("PROTRAIN_SYNTHETIC", "180"))
+EXAMPLES = 180
 
 
-@pytest.mark.timeout(0 if COUNT > 1000 else 300)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_random_programs(part: int) -> None:
-    scheduled = 0
-    for seed in range(part, COUNT, PARTS):
+def test_random_programs(volume: Volume) -> None:
+    scheduled = []
+
+    def run(seed: int) -> None:
         synthetic = draw(seed)
         try:
             schedule = synthetic.schedule(train=seed % 8 > 0)
         except PlanError:  # one call uses more chunks than there are buffers
-            continue
-        scheduled += 1
+            return
+        scheduled.append(seed)
         for tour in tours_of(schedule.graphs):
             check(synthetic, schedule, tour, seed)
-    assert scheduled > 0.7 * (COUNT // PARTS)
+
+    volume.run(EXAMPLES, run)
+    assert len(scheduled) > 0.7 * len(volume.numbers(EXAMPLES)) or volume.examples == 1
 
 
 def check(synthetic: Synthetic, schedule: Schedule, tour: Tour, seed: int) -> None:
