@@ -23,7 +23,7 @@ import itertools
 import math
 
 from protrain_compile.byte_text import format_size
-from protrain_compile.cost_model import Prediction, rates_of, simulate, simulate_choice
+from protrain_compile.cost_model import Prediction, rates_of, simulate
 from protrain_compile.errors import BudgetError, PlanError
 from protrain_compile.lowering import Choice, lower
 from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
@@ -32,7 +32,7 @@ from protrain_compile.profile import Profile
 from protrain_compile.step_jobs import step_jobs
 from protrain_compile.step_shape import StepShape
 from protrain_compile.time_bounds import TimeBounds
-from protrain_compile.timeline import undisturbed_ms
+from protrain_compile.timeline import repeated_ms, undisturbed_ms
 
 SAME_SHARE = 0.002
 """A tenth of what predictions are allowed to be off, rounded down: finer differences mean nothing."""
@@ -120,14 +120,15 @@ class _Group:
 
 
 class Search:
-    """One search; ``simulated`` counts the plans whose time was simulated."""
+    """One search."""
 
     def __init__(self, space: PlanSpace, device_bytes: int | None, host_bytes: int | None) -> None:
         self.space = space
         self.device_bytes = device_bytes if device_bytes is not None else math.inf
         self.host_bytes = host_bytes if host_bytes is not None else math.inf
-        self.bounds = TimeBounds(space.shape, space.profile, rates_of(space.shape, space.profile))
-        self.simulated = 0
+        self._rates = rates_of(space.shape, space.profile)
+        self.bounds = TimeBounds(space.shape, space.profile, self._rates)
+        self._times: dict[Choice, float] = {}
         self._order = itertools.count()
         self._waiting: list[tuple[Key, int, _Group, int]] = []
         self._residencies: list[tuple[Residencies, float, int]] = []
@@ -242,9 +243,17 @@ class Search:
         return _bound_cell(ms), self.space.peak_bytes(leaf)
 
     def _simulate(self, choice: Choice) -> float:
-        self.simulated += 1
-        lowered = lower(self.space.shape, choice)
-        return simulate_choice(self.space.shape, self.space.profile, choice, lowered).step_ms
+        """Return the time of a choice, which is simulated once."""
+        if choice not in self._times:
+            shape, profile = self.space.shape, self.space.profile
+            jobs = step_jobs(shape, profile, choice, lower(shape, choice))
+            self._times[choice] = repeated_ms(jobs, self._rates)
+        return self._times[choice]
+
+    @property
+    def simulated(self) -> int:
+        """How many plans were simulated."""
+        return len(self._times)
 
     def _judge(self, group: _Group, leaf: Choice, best_cell: int) -> Choice | None:
         """Return the choice that a group stands or falls by, once; None where it is not expected to be any better."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from protrain_compile.profile import Format, HardwareProfile
-from protrain_compile.step_jobs import COMPUTE, H2D, HOST, Job, StepJobs
+from protrain_compile.step_jobs import COMPUTE, HOST, STREAMS, Job, StepJobs
 from protrain_compile.updates.threads import threads_of_share
 
 MAX_STEPS = 12
@@ -22,6 +22,8 @@ SAME_MS = 1e-6
 
 Speeds = tuple[tuple[float, float, float], ...]
 """Speeds of h2d, d2h and host, relative to each alone, by which of them run (bits 1, 2 and 4)."""
+
+ALONE = (1.0, 1.0, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ def speeds(hardware: HardwareProfile, format: Format = "split") -> Speeds:
     beside = [link.beside_updates_gb_per_s / link.alone_gb_per_s for link in links]
     shared = sum(link.beside_updates_gb_per_s for link in links)
     one = [min(1.0, shared / link.alone_gb_per_s) for link in links]
-    found = [(1.0, 1.0, 1.0)] * 8
+    found = [ALONE] * 8
     found[3] = (both[0], both[1], 1.0)
     found[5] = (one[0], 1.0, (1.0 + lost) / 2)
     found[6] = (1.0, one[1], (1.0 + lost) / 2)
@@ -72,184 +74,221 @@ def simulate_jobs(step: StepJobs, rates: Speeds, steps: int = MAX_STEPS) -> Time
     """Return a step of the steady state."""
     if step.last_compute < 0:
         return Timeline(0.0, (), (), 0.0, 0.0, 0.0, 0.0)
-    count = len(step.jobs)
-    engine = _Engine(step.jobs, rates, steps)
-    number, repeats = engine.run(step.last_compute)
-    finished = [0.0, *(engine.ends[n * count + step.last_compute] for n in range(number + 1))]
-    back = 1 if repeats else (number + 2) // 2
-    step_ms = (finished[-1] - finished[-1 - back]) / back
+    engine = _Engine(step, rates, steps)
+    step_ms = engine.run()
+    here, origin = engine.base(engine.number), engine.finish(engine.number - 1)
     begins, ends = (
-        tuple(time - finished[-2] for time in each[number * count : (number + 1) * count])
-        for each in (engine.begins, engine.ends)
+        tuple([time - origin for time in each[here : here + engine.count]]) for each in (engine.begins, engine.ends)
     )
-    return Timeline(step_ms, begins, ends, *_Parts(step.jobs, engine, number).sums())
+    return Timeline(step_ms, begins, ends, *_Parts(step.jobs, engine).sums())
+
+
+def repeated_ms(step: StepJobs, rates: Speeds, steps: int = MAX_STEPS) -> float:
+    """Return the time of a step of the steady state: all that the search compares."""
+    return _Engine(step, rates, steps).run() if step.last_compute >= 0 else 0.0
 
 
 def undisturbed_ms(step: StepJobs, steps: int = MAX_STEPS) -> float:
     """Return the time of a step in which nothing slows anything down: no more than ``simulate_jobs`` finds."""
-    count = len(step.jobs)
-    before: list[float] = [0.0] * count
-    free = [0.0, 0.0, 0.0, 0.0]
-    finished = [0.0]
-    for number in range(steps):
-        now: list[float] = []
-        for stream, ms, after, launched, since in step.jobs:
-            begin = launched
-            if since[0] >= 0 and (number or not since[1]):
-                begin += before[since[0]] if since[1] else now[since[0]]
-            begin = max(begin, free[stream])
-            for other, back in after:
-                if number or not back:
-                    begin = max(begin, before[other] if back else now[other])
-            free[stream] = begin + ms
-            now.append(free[stream])
-        finished.append(now[step.last_compute] if step.last_compute >= 0 else 0.0)
-        shift = finished[-1] - finished[-2]
-        if number and all(abs(end - old - shift) < SAME_MS for end, old in zip(now, before, strict=True)):
-            return shift
-        before = now
-    back = (steps + 1) // 2
-    return (finished[-1] - finished[-1 - back]) / back
+    return repeated_ms(step, (ALONE,) * (1 << len(ALONE)), steps)
+
+
+class _Side:
+    """A stream beside compute, and its next or running job.
+
+    Attributes:
+        index: Its place in ``Speeds``.
+        order: Its jobs of a step.
+        position: The next one, or that which runs, in ``order``.
+        base: Where that one's step begins in the engine's lists.
+        left: What is left of it, in ms alone; -1 before it begins.
+        ready: When it may begin, as far as is known; NaN if it is not.
+        free: When the one before ended.
+    """
+
+    __slots__ = ("base", "free", "index", "left", "order", "position", "ready")
+
+    def __init__(self, index: int, order: list[int], base: int) -> None:
+        self.index = index
+        self.order = order
+        self.base = base
+        self.position = 0
+        self.left = -1.0
+        self.ready = math.nan
+        self.free = 0.0
 
 
 class _Engine:
-    """Runs job after job; ``begins`` and ``ends`` are over all steps, NaN for what is not known yet."""
+    """Runs job after job, step after step; ``number`` is the step that it came to.
 
-    def __init__(self, jobs: Sequence[Job], rates: Speeds, steps: int) -> None:
-        self.jobs = jobs
+    ``begins`` and ``ends`` are over all steps, NaN for what is not known yet. Before the first step lies one that ended
+    at 0, so that a job of the step before is always at the same distance. This is where planning spends its time:
+    attributes are copied to local names, and what is looked at again and again lies in lists of numbers.
+    """
+
+    def __init__(self, step: StepJobs, rates: Speeds, steps: int) -> None:
+        self.count = count = len(step.jobs)
         self.rates = rates
         self.steps = steps
-        self.begins = [math.nan] * (len(jobs) * steps)
-        self.ends = [math.nan] * (len(jobs) * steps)
-        streams: list[list[int]] = [[], [], [], []]
-        for number, job in enumerate(jobs):
-            streams[job.stream].append(number)
-        self.streams = [[s * len(jobs) + n for s in range(steps) for n in numbers] for numbers in streams]
-        self.next = [0, 0, 0, 0]
-        self.free = [0.0, 0.0, 0.0, 0.0]
-        self.left: list[float | None] = [None, None, None, None]
+        self.last = step.last_compute
+        self.number = 0
         self.now = 0.0
+        self.ms = [job.ms for job in step.jobs]
+        self.launched = [job.launched_ms for job in step.jobs]
+        self.since = [back * count + other for other, back in (job.since for job in step.jobs)]
+        self.after = [[back * count + other for other, back in job.after] for job in step.jobs]
+        self.begins = [0.0] * count + [math.nan] * (count * steps)
+        self.ends = self.begins.copy()
+        orders: list[list[int]] = [[] for _ in STREAMS]
+        for number, job in enumerate(step.jobs):
+            orders[job.stream].append(number)
+        self.compute = _Side(-1, orders[COMPUTE], count)
+        self.blocked = 0
+        self.sides = [_Side(i, order, count) for i, order in enumerate(orders[COMPUTE + 1 :]) if order]
 
-    def run(self, last: int) -> tuple[int, bool]:
-        """Run until a step repeats the one before; return its number, and whether one did."""
-        count = len(self.jobs)
+    def base(self, number: int) -> int:
+        """Return where a step's jobs begin in ``begins`` and ``ends``."""
+        return (number + 1) * self.count
+
+    def finish(self, number: int) -> float:
+        """Return when a step's compute ended; 0 for step -1."""
+        return self.ends[self.base(number) + self.last]
+
+    def run(self) -> float:
+        """Run until a step repeats the one before; return its time, or the mean of the last half if none does."""
+        tail = [0.0] * self.count
         for number in range(self.steps):
-            bound = (number + 1) * count
-            while any(p < len(s) and s[p] < bound for s, p in zip(self.streams, self.next, strict=True)):
-                self._advance()
-            if number and self._repeats(number, last):
-                return number, True
-        return self.steps - 1, False
+            self.number, base = number, self.base(number)
+            while self._advance(base):
+                pass
+            finish = self.finish(number)
+            # No job of the next step begins before this one's compute has ended: only what runs on later matters to it.
+            before, tail = tail, [max(0.0, end - finish) for end in self.ends[base : base + self.count]]
+            if all(-SAME_MS < old - new < SAME_MS for old, new in zip(before, tail, strict=True)):
+                return finish - self.finish(number - 1)
+        back = (self.steps + 1) // 2
+        return (self.finish(self.number) - self.finish(self.number - back)) / back
 
-    def _repeats(self, number: int, last: int) -> bool:
-        count = len(self.jobs)
-        here, before = number * count, (number - 1) * count
-        shift = self.ends[here + last] - self.ends[before + last]
-        return all(
-            abs(self.ends[here + i] - self.ends[before + i] - shift) < SAME_MS
-            and abs(self.begins[here + i] - self.begins[before + i] - shift) < SAME_MS
-            for i in range(count)
-        )
-
-    def _ready(self, job: int) -> float:
-        """Return when a job may begin, as far as others matter; NaN if that is not known yet."""
-        count = len(self.jobs)
-        step, number = divmod(job, count)
-        _, _, after, launched, since = self.jobs[number]
-        base = step * count
-        ready = 0.0
-        if since[0] >= 0 and (step or not since[1]):
-            ready = self.ends[base + since[1] * count + since[0]]
-        ready += launched
-        for other, back in after:
-            if step or not back:
-                end = self.ends[base + back * count + other]
-                if not end <= ready:  # later, or NaN
-                    ready = end
-                    if end != end:
-                        break
-        return ready
-
-    def _run_compute(self) -> None:
-        """Begin and end every compute job of which all is known."""
-        order, position, free = self.streams[COMPUTE], self.next[COMPUTE], self.free[COMPUTE]
-        count = len(self.jobs)
-        while position < len(order):
-            job = order[position]
-            ready = self._ready(job)
-            if ready != ready:
-                break
-            begin = max(free, ready)
-            free = begin + self.jobs[job % count].ms
-            self.begins[job], self.ends[job] = begin, free
-            position += 1
-        self.next[COMPUTE], self.free[COMPUTE] = position, free
-
-    def _advance(self) -> None:
-        """Let time pass until a copy or host update begins or ends."""
-        self._run_compute()
-        running, until = 0, math.inf
-        for stream in range(H2D, HOST + 1):
-            if self.left[stream] is None and self.next[stream] < len(self.streams[stream]):
-                job = self.streams[stream][self.next[stream]]
-                ready = max(self._ready(job), self.free[stream])
-                if ready <= self.now:
-                    self.begins[job] = self.now
-                    self.left[stream] = self.jobs[job % len(self.jobs)].ms
-                elif ready < until:
-                    until = ready
-            if self.left[stream] is not None:
-                running |= 1 << (stream - 1)
+    def _advance(self, base: int) -> bool:
+        """Let time pass until a job beside compute begins or ends; False when the step at ``base`` is done."""
+        limit = base
+        unfinished = False
+        for side in self.sides:
+            unfinished |= side.base <= base
+            limit = max(limit, side.base)
+        self._run_compute(limit)
+        if not unfinished:
+            return False
+        until, running = self._begin_what_is_ready()
         rates = self.rates[running]
-        ending = -1
-        for stream in range(H2D, HOST + 1):
-            left = self.left[stream]
-            if left is not None and self.now + left / rates[stream - 1] < until:
-                until, ending = self.now + left / rates[stream - 1], stream
-        if until < math.inf:
-            self._pass_time(until, rates, ending)
-
-    def _pass_time(self, until: float, rates: tuple[float, float, float], ending: int) -> None:
-        for stream in range(H2D, HOST + 1):
-            left = self.left[stream]
-            if left is not None:
-                self.left[stream] = max(0.0, left - (until - self.now) * rates[stream - 1])
+        ending = None
+        now = self.now
+        for side in self.sides:
+            if side.left >= 0.0:
+                end = now + side.left / rates[side.index]
+                if end < until:
+                    until, ending = end, side
+        for side in self.sides:
+            if side.left >= 0.0:
+                side.left = max(0.0, side.left - (until - now) * rates[side.index])
         self.now = until
-        if ending >= 0:
-            self.ends[self.streams[ending][self.next[ending]]] = until
-            self.free[ending] = until
-            self.left[ending] = None
-            self.next[ending] += 1
+        if ending is not None:
+            self._end(ending)
+        return True
+
+    def _begin_what_is_ready(self) -> tuple[float, int]:
+        """Begin jobs; return when the next one may begin, and which of the streams run, as bits."""
+        until, running = math.inf, 0
+        for side in self.sides:
+            if side.left < 0.0:
+                if side.ready != side.ready:
+                    self._look(side)
+                if side.ready <= self.now:
+                    job = side.base + side.order[side.position]
+                    self.begins[job] = self.now
+                    side.left = self.ms[job % self.count]
+                elif side.ready < until:
+                    until = side.ready
+            if side.left >= 0.0:
+                running |= 1 << side.index
+        return until, running
+
+    def _look(self, side: _Side) -> None:
+        """Find out when a stream's next job may begin, if that is known and there is one."""
+        if side.base >= len(self.ends):
+            return
+        ends, base, number = self.ends, side.base, side.order[side.position]
+        ready = ends[base + self.since[number]] + self.launched[number]
+        for reference in self.after[number]:
+            end = ends[base + reference]
+            if end != end:
+                return
+            if end > ready:
+                ready = end
+        side.ready = max(ready, side.free)
+
+    def _end(self, side: _Side) -> None:
+        self.ends[side.base + side.order[side.position]] = side.free = self.now
+        side.left = -1.0
+        side.ready = math.nan
+        side.position += 1
+        if side.position == len(side.order):
+            side.position = 0
+            side.base += self.count
+
+    def _run_compute(self, limit: int) -> None:
+        """Begin and end every compute job of which all is known, up to the step at ``limit``."""
+        ends, compute = self.ends, self.compute
+        if ends[self.blocked] != ends[self.blocked]:
+            return
+        begins, ms, launched, since, after = self.begins, self.ms, self.launched, self.since, self.after
+        order, base, free = compute.order, compute.base, compute.free
+        while base <= limit and base < len(ends):
+            for position in range(compute.position, len(order)):
+                number = order[position]
+                begin = ends[base + since[number]] + launched[number]
+                for reference in after[number]:
+                    end = ends[base + reference]
+                    if not end <= begin:  # later, or NaN
+                        begin = end
+                        if end != end:
+                            self.blocked = base + reference
+                            compute.position, compute.base, compute.free = position, base, free
+                            return
+                if begin < free:
+                    begin = free
+                begins[base + number] = begin
+                ends[base + number] = free = begin + ms[number]
+            compute.position = 0
+            base += self.count
+        compute.base, compute.free = base, free
 
 
 class _Parts:
     """Splits a step into busy compute and what compute waited for."""
 
-    def __init__(self, jobs: Sequence[Job], engine: _Engine, step: int) -> None:
+    def __init__(self, jobs: Sequence[Job], engine: _Engine) -> None:
         self.jobs = jobs
         self.engine = engine
-        self.base = step * len(jobs)
+        self.base = engine.base(engine.number)
 
     def sums(self) -> tuple[float, float, float, float]:
         """Return ms of busy compute, and of waits for copies, updates and launches."""
-        order = self.engine.streams[COMPUTE]
-        per_step = sum(job.stream == COMPUTE for job in self.jobs)
-        first = self.base // len(self.jobs) * per_step
-        free = self.engine.ends[order[first - 1]] if first else 0.0
+        engine = self.engine
+        free = engine.finish(engine.number - 1)
         busy = copies = updates = launches = 0.0
-        for job in order[first : first + per_step]:
-            gap = self.engine.begins[job] - free
-            late_copy, late_update = self._causes(job - self.base, free) if gap > 0 else (0.0, 0.0)
+        for number in engine.compute.order:
+            gap = engine.begins[self.base + number] - free
+            late_copy, late_update = self._causes(number, free) if gap > 0 else (0.0, 0.0)
             copies += late_copy
             updates += late_update
             launches += max(0.0, gap - late_copy - late_update)
-            busy += self.jobs[job - self.base].ms
-            free = self.engine.ends[job]
+            busy += self.jobs[number].ms
+            free = engine.ends[self.base + number]
         return busy, copies, updates, launches
 
     def _end(self, ref: tuple[int, int]) -> float:
-        at = self.base + ref[1] * len(self.jobs) + ref[0]
-        return self.engine.ends[at] if at >= 0 else 0.0
+        return self.engine.ends[self.base + ref[1] * len(self.jobs) + ref[0]]
 
     def _causes(self, number: int, free: float) -> tuple[float, float]:
         """Return how long compute waited, from ``free`` on, for copies and for the updates before them."""
