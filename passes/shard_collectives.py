@@ -13,6 +13,9 @@ A persistent chunk whose parameters are divided needs no prefetch: its shard is 
 device is gathered in place after each update, in the order of first use: as early in the next forward (or inference) as
 the gathers before it allow. All collectives are on one stream and in program order, so equal graphs make equal
 sequences on all ranks.
+
+A chunk on the device is updated on the compute stream, which would wait for the reduce_scatter right before: the update
+moves behind the gradients of the next call, which hide it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch import fx
 
 from passes.schedule_graph import ChunkCall, chunk_of, is_persistent, segment_of
 from protrain_compile import ops
+from protrain_compile.artefacts import Artefact
 from protrain_compile.chunks import ChunkBinding
 from protrain_compile.schedule import Schedule, operation_of
 
@@ -48,6 +52,7 @@ class ShardCollectives:
             if name != "backward":
                 _gather_resident(module, chunks)
             _reduce(module, chunks)
+            _delay_updates(module, chunks)
             module.recompile()
         schedule.divided = True
         return True
@@ -92,6 +97,23 @@ def _reduce(module: fx.GraphModule, chunks: ChunkBinding) -> None:
                 _collective(module, chunks, ops.reduce_scatter, chunk, segment_of(node), _buffer_of(node))
         elif chunk_of(node, ops.offload) is not None:
             _divide(node, chunks)
+
+
+def _delay_updates(module: fx.GraphModule, chunks: ChunkBinding) -> None:
+    """Move the updates of chunks on the device behind the next call's gradients, or to the end of the graph."""
+    waiting: list[fx.Node] = []
+    ripe: list[fx.Node] = []
+    for node in list(module.graph.nodes):
+        if isinstance(node.target, Artefact):
+            ripe, waiting = ripe + waiting, []
+        chunk = chunk_of(node, ops.update)
+        if chunk is None and node.op != "output":
+            continue
+        for each in ripe if chunk is not None else ripe + waiting:
+            node.prepend(each)
+        ripe = []
+        if chunk is not None and is_persistent(chunks, chunk):
+            waiting.append(node)
 
 
 def _collective(

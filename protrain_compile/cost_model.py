@@ -6,9 +6,10 @@
     jobs         = operations with their times alone and what they wait for         step_jobs.step_jobs
                    call: measured ms; copy: bytes / link rate; update: parameters / update rate;
                    collect: 3 (with clipping 4) x chunk bytes / device memory rate  step_jobs.Durations
+                   collective: measured, or by a ring over the links                collective_times
     step_ms      = end of compute in one step to its end in the next, steady state  timeline.simulate_jobs
                    copies and updates run at speed(what else runs)                  timeline.speeds
-                 = compute + exposed copies + exposed updates + exposed launches
+                 = compute + exposed copies + exposed updates + exposed launches + exposed collectives
     standing     = held + chunk buffers + persistent (parameters + states + gradients)   memory_model.standing_bytes
     values(t)    = saved values, activations and gradients alive after operation t  memory_model.live_values
     inside(t)    = what operation t returns + its workspace                         memory_model.inside_bytes
@@ -16,8 +17,10 @@
     reserved     = the same with large allocations in units of 2 MiB
     host_bytes   = parameters + states + gradient landings of chunks on the host    memory_model.host_bytes
 
-Not in it yet: a swapped block counts as kept (its memory is over-estimated, its copies are left out), a sharded chunk
-as whole, and a step as one forward and backward however many micro-batches are declared.
+Of a chunk that ranks divide, copies, updates, host bytes and states are those of one rank's shard (``rank_shape``).
+
+Not in it yet: a step counts as one forward and backward however many micro-batches are declared; collectives that only
+the last of them needs count in part.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from protrain_compile.chunks import Residency
+from protrain_compile.collective_times import traffic_bytes
 from protrain_compile.lowering import Choice, Lowered, Op, lower
 from protrain_compile.memory_model import (
     find_peak,
@@ -37,6 +41,7 @@ from protrain_compile.memory_model import (
 )
 from protrain_compile.plan import MIN_BUFFERS, Plan
 from protrain_compile.profile import Format, Profile
+from protrain_compile.rank_shape import divided_by
 from protrain_compile.step_jobs import STREAMS, step_jobs
 from protrain_compile.step_shape import StepShape
 from protrain_compile.timeline import Speeds, Timeline, simulate_jobs, speeds
@@ -82,6 +87,7 @@ class Prediction:
         device_bytes: What the peak is made of, by kind.
         host_bytes: Host memory.
         host_kinds: What it is made of, by kind.
+        traffic_bytes: Bytes that a rank receives from others, by collective.
         operations: Every operation of a step.
     """
 
@@ -97,6 +103,7 @@ class Prediction:
     device_bytes: Mapping[str, int]
     host_bytes: int
     host_kinds: Mapping[str, int]
+    traffic_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     operations: tuple[TimedOperation, ...] = ()
 
 
@@ -120,6 +127,7 @@ def simulate(shape: StepShape, profile: Profile, plan: Plan) -> Prediction:
         PlanError: If the plan does not fit the shape, or one call uses more chunks than there are buffers.
     """
     choice = full_choice(shape, plan)
+    shape = divided_by(shape, plan, choice.residency)
     lowered = lower(shape, choice)
     timeline = simulate_choice(shape, profile, choice, lowered)
     peak = find_peak(shape, profile, choice, lowered)
@@ -133,13 +141,14 @@ def simulate(shape: StepShape, profile: Profile, plan: Plan) -> Prediction:
         exposed_copies_ms=timeline.copies_ms,
         exposed_updates_ms=timeline.updates_ms,
         exposed_launches_ms=timeline.launches_ms,
-        collectives_ms=0.0,
+        collectives_ms=timeline.collectives_ms,
         peak_bytes=total(standing) + peak.bytes,
         peak_at=describe(shape, graph[peak.position]) if peak.position >= 0 else f"start of the {peak.graph}",
         reserved_bytes=total(standing) + reserved_slack_bytes(shape, choice) + reserved.bytes,
         device_bytes={**standing, "activations": peak.values_bytes, "inside calls": peak.inside_bytes},
         host_bytes=total(on_host),
         host_kinds=on_host,
+        traffic_bytes=traffic_bytes(shape, lowered),
         operations=timed_operations(shape, profile, choice, lowered, timeline),
     )
 

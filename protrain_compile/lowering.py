@@ -7,6 +7,7 @@ The passes work on graphs; here each rule of theirs is restated on numbers, whic
     move_chunks       bind, wait and release around each stretch of use     _serve
     insert_updates    collect, offload and update behind the last gradient  _finish
     place             buffers and prefetches                                _place, which shares ``buffers``
+    shard_collectives all_gather and reduce_scatter of what ranks divide    collective_ops
 
 A test compares the result with the graphs of the pass pipeline, operation by operation.
 """
@@ -19,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from protrain_compile.buffers import Contents, Stay, place_stays
 from protrain_compile.chunks import Residency
+from protrain_compile.collective_ops import with_collectives
 from protrain_compile.plan import Policy
 from protrain_compile.profile import Role
 from protrain_compile.step_shape import Life, StepShape
@@ -40,6 +42,8 @@ OpName = Literal[
     "release_swapped",
     "reload",
     "wait_reload",
+    "all_gather",
+    "reduce_scatter",
 ]
 
 
@@ -90,16 +94,22 @@ def lower(shape: StepShape, choice: Choice) -> Lowered:
     swaps = swap_plan(shape, choice.policies, recomputed)
     calls = [_Call("forward", i, each.calls["forward"].chunks) for i, each in enumerate(shape.segments) if each.calls]
     _swap_out(calls, swaps)
-    _serve(calls, choice.residency)
+    stays = [chunk.stays(each) for chunk, each in zip(shape.chunks, choice.residency, strict=True)]
+    _serve(calls, stays)
     copies = [Op("snapshot") for life in shape.lives if life.birth == "snapshot" and kept_until(life, recomputed)]
-    forward, left = _place(copies + _flat(calls), choice, {})
+    forward, left = _place(copies + _flat(calls), shape, choice, {})
+    is_shared = shape.world.size > 1
+    if is_shared:
+        forward = with_collectives(forward, choice.residency, backward=False)
     if not shape.differentiable:
         return Lowered(tuple(forward), ())
     calls = _backward_calls(shape, recomputed)
     _reload(calls, swaps)
-    last = _serve(calls, choice.residency)
+    last = _serve(calls, stays)
     early = _finish_all(shape, choice.residency, calls, last)
-    backward, _ = _place(early + _flat(calls), choice, left)
+    backward, _ = _place(early + _flat(calls), shape, choice, left)
+    if is_shared:
+        backward = with_collectives(backward, choice.residency, backward=True)
     return Lowered(tuple(forward), tuple(backward))
 
 
@@ -123,7 +133,7 @@ def skeleton(shape: StepShape, policies: Sequence[Policy], residency: Sequence[R
     behind: dict[int, list[Op]] = {}
     for chunk, each in enumerate(shape.chunks):
         if each.updated:
-            released = -1 if residency[chunk] == "persistent" else last.get(chunk, -1)
+            released = -1 if each.stays(residency[chunk]) else last.get(chunk, -1)
             at = max(made.get(each.last_gradient, -1), released)
             behind.setdefault(at, []).append(Op("collect", chunk=chunk))
     backward = behind.get(-1, [])
@@ -217,8 +227,11 @@ def _reload(calls: Sequence[_Call], swaps: SwapPlan) -> None:
         own.before.append(Op("wait_reload", segment=segment))
 
 
-def _serve(calls: Sequence[_Call], residency: Sequence[Residency]) -> dict[int, int]:
-    """Put bind, wait and release around every stretch; return the call behind which each chunk is released last."""
+def _serve(calls: Sequence[_Call], stays: Sequence[bool]) -> dict[int, int]:
+    """Put bind, wait and release around every stretch; return the call behind which each chunk is released last.
+
+    A chunk of which the whole ``stays`` on the device is bound once.
+    """
     ends: dict[int, int] = {}
     stretches: list[list[int]] = []
     current: dict[int, list[int]] = {}
@@ -228,10 +241,10 @@ def _serve(calls: Sequence[_Call], residency: Sequence[Residency]) -> dict[int, 
                 current[chunk] = [chunk, number, number]
                 stretches.append(current[chunk])
             current[chunk][2] = number
-        if any(residency[chunk] != "persistent" for chunk in call.chunks):
-            current = {c: each for c, each in current.items() if c in call.chunks or residency[c] == "persistent"}
+        if not all(stays[chunk] for chunk in call.chunks):
+            current = {c: each for c, each in current.items() if c in call.chunks or stays[c]}
     for chunk, first, last in stretches:
-        if residency[chunk] == "persistent":
+        if stays[chunk]:
             calls[first].before.append(Op("bind", chunk=chunk))
             continue
         calls[first].before.append(Op("wait", chunk=chunk))
@@ -252,8 +265,10 @@ def _finish_all(
         made = number_of.get(each.last_gradient, -1)
         release = released.get(chunk, -1)
         operations = [Op("collect", chunk=chunk), Op("offload", chunk=chunk), Op("update", chunk=chunk)]
-        if residency[chunk] == "persistent":
+        if each.keeps_gradient(residency[chunk]):
             del operations[1]
+        elif residency[chunk] == "persistent":
+            operations[1] = Op("release", chunk=chunk)
         if made >= release and made >= 0:
             behind = calls[made].behind_result.setdefault(each.last_item, [])
         elif release >= 0:
@@ -290,9 +305,10 @@ def _flat(calls: Sequence[_Call]) -> list[Op]:
 OCCUPIES = ("wait", "release", "collect", "offload")
 
 
-def _place(ops: Sequence[Op], choice: Choice, entry: Contents) -> tuple[list[Op], Contents]:
+def _place(ops: Sequence[Op], shape: StepShape, choice: Choice, entry: Contents) -> tuple[list[Op], Contents]:
     """Give every stay its buffer and insert the prefetches."""
-    stays, members = _stays(ops, choice.residency)
+    own = [chunk.keeps_gradient(each) for chunk, each in zip(shape.chunks, choice.residency, strict=True)]
+    stays, members = _stays(ops, own)
     split = frozenset(chunk for chunk, each in enumerate(choice.residency) if each == "split")
     placed, left = place_stays(stays, choice.buffers, split, entry)
     written = list(ops)
@@ -316,12 +332,15 @@ def _place(ops: Sequence[Op], choice: Choice, entry: Contents) -> tuple[list[Op]
     return found, left
 
 
-def _stays(ops: Sequence[Op], residency: Sequence[Residency]) -> tuple[list[Stay], list[list[int]]]:
-    """Return the stays of chunks in buffers, in order of their begin, and the positions of each one's operations."""
+def _stays(ops: Sequence[Op], own: Sequence[bool]) -> tuple[list[Stay], list[list[int]]]:
+    """Return the stays of chunks in buffers, in order of their begin, and the positions of each one's operations.
+
+    Chunks with memory of their ``own`` for parameters and gradient have none.
+    """
     members: list[list[int]] = []
     current: dict[int, list[int]] = {}
     for position, op in enumerate(ops):
-        if op.op not in OCCUPIES or residency[op.chunk] == "persistent":
+        if op.op not in OCCUPIES or own[op.chunk]:
             continue
         if op.chunk not in current:
             current[op.chunk] = []

@@ -60,14 +60,13 @@ def standing_bytes(shape: StepShape, choice: Choice) -> dict[str, int]:
     found |= {"states": 0, "gradients": 0}
     moving = 0
     for chunk, residency in zip(shape.chunks, choice.residency, strict=True):
+        moving += chunk.moves(residency)
         if residency == "persistent":
-            found["parameters"] += block_rounded(chunk.size_bytes)
+            found["parameters"] += block_rounded(chunk.size_bytes if chunk.stays(residency) else chunk.shard_bytes)
             found["states"] += block_rounded(chunk.companion_bytes) + block_rounded(chunk.moment_bytes)
-            found["gradients"] += block_rounded(chunk.gradient_bytes)
+            found["gradients"] += block_rounded(chunk.gradient_bytes) + block_rounded(chunk.whole_gradient_bytes)
         elif residency == "split":
             found["parameters"] += block_rounded(chunk.size_bytes)
-        else:
-            moving += 1
     count = choice.buffers if moving else 0
     found["chunk buffers"] = count * block_rounded(shape.largest_bytes(choice.residency))
     return found
@@ -77,10 +76,12 @@ def reserved_slack_bytes(shape: StepShape, choice: Choice) -> int:
     """Return what the allocator takes for standing memory beyond its blocks."""
     sizes = []
     for chunk, residency in zip(shape.chunks, choice.residency, strict=True):
-        sizes += [chunk.size_bytes] if residency != "offloaded" else []
+        if residency != "offloaded":
+            sizes.append(chunk.size_bytes if residency == "split" or chunk.stays(residency) else chunk.shard_bytes)
         if residency == "persistent":
             sizes += [chunk.companion_bytes, chunk.moment_bytes // 2, chunk.moment_bytes // 2, chunk.gradient_bytes]
-    if "offloaded" in choice.residency:
+            sizes.append(chunk.whole_gradient_bytes)
+    if any(chunk.moves(each) for chunk, each in zip(shape.chunks, choice.residency, strict=True)):
         sizes += [shape.largest_bytes(choice.residency)] * choice.buffers
     return sum(segment_rounded(size) - block_rounded(size) for size in sizes)
 
@@ -188,10 +189,10 @@ def host_bytes(shape: StepShape, choice: Choice) -> dict[str, int]:
     for chunk, residency in zip(shape.chunks, choice.residency, strict=True):
         if residency == "persistent":
             continue
-        found["parameters"] += _aligned(chunk.size_bytes)
+        found["parameters"] += _aligned(chunk.shard_bytes)
         found["states"] += _aligned(chunk.companion_bytes) + _aligned(chunk.moment_bytes)
         found["gradients"] += _aligned(chunk.accumulator_bytes)
-        landings += [_aligned(chunk.size_bytes)] if chunk.trainable else []
+        landings += [_aligned(chunk.shard_bytes)] if chunk.trainable else []
     if shape.landings and landings:
         landings = [max(landings)] * shape.landings
     found["gradients"] += sum(landings)

@@ -21,7 +21,7 @@ from protrain_compile.runtime.ranks import Ranks
 from protrain_compile.runtime.sharded_store import Division
 from protrain_compile.shape_reader import Training
 from protrain_compile.sharding_rule import choose_sharding, device_bytes
-from protrain_compile.shards import Sharding, allowed_sharding
+from protrain_compile.shards import ALONE, Sharding, allowed_sharding
 from protrain_compile.update_book import UpdateBook
 
 LANDINGS = 4
@@ -111,12 +111,12 @@ def decide(
     ranks = preparation.ranks
     layout = lay_out(specs, first_uses, read_as, plan.chunk_bytes, 1 if ranks is None else ranks.size)
     residency, wish = where_chunks_live(layout, plan, preparation, book)
-    division = None
+    division, sharding = None, None
     if wish is not None:
         sharding = plan.fit_sharding(residency) or tuple(allowed_sharding(each, wish) for each in residency)
         division = Division(layout, sharding)
     spec = store_spec(layout, residency, preparation, book, hoisted=_is_hoisted(layout, specs))
-    return Packing(spec, plan.buffers or default_buffers(residency), division)
+    return Packing(spec, plan.buffers or default_buffers(residency, sharding), division)
 
 
 def lay_out(
@@ -165,6 +165,7 @@ def training_of(
         preparation: What the user said.
         book: Which update every parameter gets.
     """
+    ranks = preparation.ranks
     offloaded: Residency = "offloaded"
     residency = (offloaded,) * len(layout.chunks)
     spec = store_spec(layout, residency, preparation, book, hoisted=_is_hoisted(layout, specs))
@@ -178,7 +179,8 @@ def training_of(
         landings=spec.landings,
         clips=waits,
         gradient_dtype=spec.gradient_dtype,
-        accumulates=preparation.micro_batches > 1,
+        micro_batches=preparation.micro_batches,
+        world=ALONE if ranks is None else ranks.world,
     )
 
 

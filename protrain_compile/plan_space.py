@@ -25,6 +25,7 @@ from protrain_compile.lowering import Choice, late_chunks, lower, recomputed_seg
 from protrain_compile.memory_model import find_peak, host_bytes, standing_bytes, swapped_host_bytes, total
 from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
 from protrain_compile.profile import LinkRate, Profile, Role
+from protrain_compile.shards import allowed_sharding
 from protrain_compile.step_shape import StepShape, block_rounded
 from protrain_compile.swap_order import FARTHEST
 from protrain_compile.swapped_lives import moved_bytes, swap_plan
@@ -125,19 +126,25 @@ class PlanSpace:
         resident: Residency = "persistent"
         rests: tuple[Residency, ...] = ("offloaded", "split")
         partly = [(resident,) * p + (rest,) * (count - p) for p in range(count) for rest in rests]
-        return (*partly, (resident,) * count)
+        found = (*partly, (resident,) * count)
+        given = self.given.sharding if self.given is not None else None
+        if given is None:
+            return found
+        return tuple(each for each in found if tuple(map(allowed_sharding, each, given)) == given)
 
     def _buffer_counts(self, residency: Residencies) -> range:
         """Return the numbers of buffers to choose from; none where the given number is too small."""
         fewest = self._fewest_buffers(residency)
         if self.given is not None and self.given.buffers is not None:
             return range(self.given.buffers, self.given.buffers + 1) if self.given.buffers >= fewest else range(0)
-        return range(fewest, max(fewest, residency.count("offloaded")) + 1)
+        moving = sum(chunk.moves(each) for chunk, each in zip(self.shape.chunks, residency, strict=True))
+        return range(fewest, max(fewest, moving) + 1)
 
     def _fewest_buffers(self, residency: Residencies) -> int:
         """Return how many buffers there must be at least: three, or more where one call uses many chunks."""
         calls = [call for segment in self.shape.segments for call in segment.calls.values()]
-        most = max((sum(residency[c] == "offloaded" for c in call.chunks) for call in calls), default=0)
+        fetched = [chunk.is_fetched(each) for chunk, each in zip(self.shape.chunks, residency, strict=True)]
+        most = max((sum(fetched[c] for c in call.chunks) for call in calls), default=0)
         # One call's chunks and one that takes gradients are all that is in use at once.
         if most < MIN_BUFFERS:
             return MIN_BUFFERS
@@ -202,7 +209,7 @@ class PlanSpace:
     def plan(self, choice: Choice) -> Plan:
         """Return a choice as a Plan."""
         prepared = bool(self.shape.chunks)
-        return dataclasses.replace(
+        plan = dataclasses.replace(
             self.given or Plan(),
             policies=choice.policies,
             uniform_policy=None,
@@ -211,3 +218,8 @@ class PlanSpace:
             uniform_residency=None,
             buffers=choice.buffers if prepared else None,
         )
+        if self.shape.world.size == 1 or not prepared:
+            return plan
+        wanted = [chunk.sharding or "parameters" for chunk in self.shape.chunks]
+        sharding = tuple(map(allowed_sharding, choice.residency, wanted))
+        return dataclasses.replace(plan, sharding=sharding, uniform_sharding=None)

@@ -22,7 +22,9 @@ from protrain_compile.errors import BudgetError
 from protrain_compile.plan import LOSSES, MIN_BUFFERS, Loss, Plan
 from protrain_compile.profile import Profile
 from protrain_compile.program import Program
+from protrain_compile.rank_shape import sharding_levels
 from protrain_compile.row_loop import loop_of, row_loops
+from protrain_compile.shards import Sharding, allowed_sharding
 from protrain_compile.solver import search, time_cell
 from protrain_compile.step_shape import StepShape
 
@@ -55,10 +57,11 @@ class Budgets:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """What cannot be decided any more: where the chunks of a packed model live, and its chunk buffers."""
+    """What a packed model cannot change any more: where its chunks live, its chunk buffers, what ranks divide."""
 
     residency: tuple[Residency, ...]
     buffers: int
+    sharding: tuple[Sharding, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,17 +123,25 @@ def complete(shape: StepShape, given: Plan | None, fixed: Fixed | None = None) -
         return plan
     resident: Residency = "persistent"
     residency = plan.fit_chunks(len(shape.chunks)) or (resident,) * len(shape.chunks)
-    buffers = plan.buffers or default_buffers(residency)
+    sharding = plan.sharding
+    if shape.world.size > 1:
+        least = sharding_levels(shape)[0]
+        sharding = plan.fit_sharding(residency) or tuple(allowed_sharding(each, least) for each in residency)
+        plan = dataclasses.replace(plan, uniform_sharding=None)
+    buffers = plan.buffers or default_buffers(residency, sharding)
     if fixed is not None:
-        residency, buffers = fixed.residency, fixed.buffers
-    return dataclasses.replace(plan, residency=residency, uniform_residency=None, buffers=buffers)
+        residency, buffers, sharding = fixed.residency, fixed.buffers, fixed.sharding
+    return dataclasses.replace(plan, residency=residency, uniform_residency=None, buffers=buffers, sharding=sharding)
 
 
 def is_decided(shape: StepShape, given: Plan | None, fixed: Fixed | None) -> bool:
     """Whether nothing is left open."""
     if given is None or (given.policies is None and given.uniform_policy is None):
         return False
-    return not shape.chunks or fixed is not None or given.fit_chunks(len(shape.chunks)) is not None
+    if not shape.chunks or fixed is not None:
+        return True
+    residency = given.fit_chunks(len(shape.chunks))
+    return residency is not None and (shape.world.size == 1 or given.fit_sharding(residency) is not None)
 
 
 def constraint(given: Plan | None, fixed: Fixed | None) -> Plan | None:
@@ -138,13 +149,15 @@ def constraint(given: Plan | None, fixed: Fixed | None) -> Plan | None:
     if fixed is None:
         return given
     plan = given or Plan()
-    return dataclasses.replace(plan, residency=fixed.residency, uniform_residency=None, buffers=fixed.buffers)
+    plan = dataclasses.replace(plan, residency=fixed.residency, uniform_residency=None, buffers=fixed.buffers)
+    return dataclasses.replace(plan, sharding=fixed.sharding, uniform_sharding=None) if fixed.sharding else plan
 
 
-def default_buffers(residency: tuple[Residency, ...]) -> int:
-    """Return how many standard chunk buffers there are where nobody says: enough to copy ahead."""
-    offloaded = sum(each == "offloaded" for each in residency)
-    return max(MIN_BUFFERS, min(DEFAULT_BUFFERS, offloaded))
+def default_buffers(residency: tuple[Residency, ...], sharding: tuple[Sharding, ...] | None = None) -> int:
+    """Return how many standard chunk buffers there are where nobody says: enough to copy or gather ahead."""
+    divided = [each == "parameters" for each in sharding or ()] or [False] * len(residency)
+    moving = sum(lives == "offloaded" or each for lives, each in zip(residency, divided, strict=True))
+    return max(MIN_BUFFERS, min(DEFAULT_BUFFERS, moving))
 
 
 def choose_residency(

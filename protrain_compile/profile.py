@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from protrain_compile import json_data
 from protrain_compile.errors import ProfileError
+from protrain_compile.links import Links
 
 Role = Literal["forward", "recompute", "backward"]
 Format = Literal["split", "fp32", "fp16"]
@@ -180,6 +181,7 @@ class HardwareProfile:
         device_update_gparams_per_s: Rate of device updates by format.
         launch_us: Time of the launching thread for one small kernel.
         collectives: Measured collectives; may be empty.
+        links: How devices are connected, for collectives that were not measured; None for the default table.
         nvme: Rates of the disk, if measured.
         source: Where the figures come from.
     """
@@ -196,6 +198,7 @@ class HardwareProfile:
     device_update_gparams_per_s: Mapping[Format, float]
     launch_us: float
     collectives: tuple[CollectiveCost, ...] = ()
+    links: Links | None = None
     nvme: NvmeRate | None = None
     source: str = ""
 

@@ -21,6 +21,7 @@ from protrain_compile.chunks import Chunk, ChunkLayout
 from protrain_compile.plan import Loss
 from protrain_compile.profile import Format, Role
 from protrain_compile.program import InputKind, Parts, Program, Ref, Segment, fake_value, results_of
+from protrain_compile.shards import ALONE, World
 from protrain_compile.sizes import storage_bytes, storage_key
 from protrain_compile.step_shape import (
     Birth,
@@ -53,7 +54,8 @@ class Training:
         landings: Landing slots for gradients; 0 for one to each chunk.
         clips: Whether ``step()`` waits for the gradient's norm.
         gradient_dtype: In what gradients add up; None for the chunk's own type.
-        accumulates: Whether gradients of several micro-batches add up on the host.
+        micro_batches: How many backwards make a step; gradients of several add up on the host.
+        world: The ranks that train it.
     """
 
     layout: ChunkLayout
@@ -63,7 +65,8 @@ class Training:
     landings: int = 4
     clips: bool = False
     gradient_dtype: torch.dtype | None = None
-    accumulates: bool = False
+    micro_batches: int = 1
+    world: World = ALONE
 
 
 def step_shape(program: Program, training: Training | None = None, loss: Loss = "whole") -> StepShape:
@@ -89,7 +92,8 @@ def step_shape(program: Program, training: Training | None = None, loss: Loss = 
     if training is None:
         return shape
     mode, landings, clips = training.update_mode, training.landings, training.clips
-    return dataclasses.replace(shape, update_mode=mode, landings=landings, clips=clips)
+    shape = dataclasses.replace(shape, update_mode=mode, landings=landings, clips=clips)
+    return dataclasses.replace(shape, micro_batches=training.micro_batches, world=training.world)
 
 
 @dataclasses.dataclass(eq=False)
@@ -366,7 +370,7 @@ def _chunks(training: Training, reader: _Reader) -> Iterator[ChunkShape]:
             companion_bytes=chunk.numel * (companion.itemsize if companion is not None else 0),
             moment_bytes=chunk.numel * 4 * moments,
             gradient_bytes=chunk.numel * gradient,
-            accumulator_bytes=chunk.numel * gradient if training.accumulates else 0,
+            accumulator_bytes=chunk.numel * gradient if training.micro_batches > 1 else 0,
             last_gradient=segment,
             last_item=item,
             order=order.get(chunk.index, -1),

@@ -17,10 +17,40 @@ micro-batch of a step. What lies on the host is always divided, so residency bou
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, get_args
 
 Sharding = Literal["states", "gradients", "parameters"]
 SHARDINGS: tuple[str, ...] = get_args(Sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """How many ranks train a model together, and how.
+
+    Attributes:
+        ranks: How many divide each chunk.
+        replicas: How many such groups there are; more than one is hybrid sharding.
+        nodes: On how many machines all of them are.
+    """
+
+    ranks: int = 1
+    replicas: int = 1
+    nodes: int = 1
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.ranks * self.replicas
+
+    @property
+    def node_ranks(self) -> int:
+        """Ranks of one node."""
+        return max(1, self.size // self.nodes)
+
+
+ALONE = World()
+"""A world of one rank."""
 
 
 def allowed_sharding(residency: str, wanted: Sharding) -> Sharding:

@@ -13,6 +13,9 @@ model knows. Up to ``SURE`` simulations the result is the best of the whole spac
 with brute force. Beyond, for deep models that copies and updates bound, two assumptions save most of the work, and a
 test measures the regret: more buffers are not slower, so a group is judged by its plan with the most, and the fewest
 that are as fast are found by halving; and the bounds of neighbouring groups are off alike.
+
+With ranks each level of sharding is searched by itself, the one that communicates least first; another takes its place
+where it is faster by more than ``STAY_SHARE``, or alone fits.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import dataclasses
 import heapq
 import itertools
 import math
+from collections.abc import Sequence
 
 from protrain_compile.byte_text import format_size
 from protrain_compile.cost_model import Prediction, rates_of, simulate
@@ -29,6 +33,7 @@ from protrain_compile.lowering import Choice, lower
 from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
 from protrain_compile.plan_space import PlanSpace, Policies, Residencies
 from protrain_compile.profile import Profile
+from protrain_compile.rank_shape import divided, sharding_choices
 from protrain_compile.step_jobs import step_jobs
 from protrain_compile.step_shape import StepShape
 from protrain_compile.time_bounds import TimeBounds
@@ -82,6 +87,35 @@ def search(
         BudgetError: If no plan fits; it names the smallest budget for which there is one.
         PlanError: If ``given`` does not fit the shape.
     """
+    choices = sharding_choices(shape, given)
+    if not choices:
+        return _search_one(shape, profile, device_bytes, host_bytes, given)
+    best: Solution | None = None
+    errors: list[BudgetError | PlanError] = []
+    for sharding in choices:
+        try:
+            found = _search_one(divided(shape, sharding), profile, device_bytes, host_bytes, given)
+        except (BudgetError, PlanError) as error:
+            errors.append(error)
+            continue
+        if best is None or found.prediction.step_ms * (1 + STAY_SHARE) < best.prediction.step_ms:
+            best = found
+    if best is None:
+        raise _least(errors)
+    return best
+
+
+def _least(errors: Sequence[BudgetError | PlanError]) -> BudgetError | PlanError:
+    """Return the refusal that asks for least, of those that lack what the last one lacks."""
+    budgets = [error for error in errors if isinstance(error, BudgetError)]
+    alike = [error for error in budgets if error.budget == budgets[-1].budget]
+    return min(alike, key=lambda error: error.needed_bytes, default=errors[-1])
+
+
+def _search_one(
+    shape: StepShape, profile: Profile, device_bytes: int | None, host_bytes: int | None, given: Plan | None
+) -> Solution:
+    """Return the best plan with the sharding that ``shape`` has."""
     found = Search(PlanSpace(shape, profile, given), device_bytes, host_bytes)
     choice = found.run()
     if choice is None:
@@ -165,7 +199,9 @@ class Search:
 
     def prefer_resident(self, choice: Choice) -> Choice:
         """Return the choice that moves and recomputes nothing, where it fits and is about as fast; else ``choice``."""
-        resident = Choice(self.space.policy_patterns[0], self.space.residencies[-1], choice.buffers)
+        everything = self.space.residencies[-1]
+        fewest = min(self.space.buffer_counts(everything), default=0)
+        resident = Choice(self.space.policy_patterns[0], everything, max(choice.buffers, fewest))
         moves = set(resident.residency) - {"persistent"} or set(resident.policies) - {"keep"}
         if moves or self.space.peak_bytes(resident) > self.device_bytes:
             return choice

@@ -12,6 +12,8 @@ who waits for whom)::
     d2h       swap_out    the forward of its segment; what compute does after release waits for it
     h2d       reload      compute so far, as its memory may have had a reader; the departure of the values
     host      update      offload
+    gather    all_gather  the shard's arrival in the buffer, or its update on the device
+    gather    reduce      collect; what uses the shard of the mean (offload, update) waits for it
 
 A stream does its jobs in order. Jobs of a step may wait for jobs of the step before. The thread that launches them is a
 resource, too: it starts a step when the device has done the last one (batches come from pageable memory or the loss is
@@ -24,17 +26,21 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
+from protrain_compile.collective_times import CollectiveTimes
 from protrain_compile.lowering import Choice, Lowered, Op, recomputed_segments
 from protrain_compile.profile import Format, HardwareProfile, LinkRate, Profile, Role
 from protrain_compile.step_shape import ChunkShape, StepShape
 from protrain_compile.swapped_lives import moved_bytes, swap_plan
 from protrain_compile.updates.threads import threads_of_share
 
-COMPUTE, H2D, D2H, HOST = range(4)
-STREAMS = ("compute", "h2d", "d2h", "host")
+COMPUTE, H2D, D2H, HOST, GATHER = range(5)
+STREAMS = ("compute", "h2d", "d2h", "host", "gather")
 
 CHUNK_LAUNCHES = {"wait": 1, "release": 1, "prefetch": 4, "collect": 3, "offload": 5, "update": 1}
 """Calls into the driver for an operation on a chunk (waits, copies, kernels and events in ``residency``)."""
+
+RANK_LAUNCHES = {"bind": 1, "all_gather": 6, "reduce_scatter": 8}
+"""The same for what only chunks that ranks divide have."""
 
 SWAP_LAUNCHES = {"swap_out": 8, "release_swapped": 1, "reload": 8, "wait_reload": 1}
 """The same for swapped values: events, and about one copy or allocation for each of a few large values."""
@@ -50,7 +56,7 @@ class Job(NamedTuple):
     """One job.
 
     Attributes:
-        stream: COMPUTE, H2D, D2H or HOST.
+        stream: COMPUTE, H2D, D2H, HOST or GATHER.
         ms: Its time alone.
         after: The jobs that it waits for.
         launched_ms: When the launching thread has launched it, counted from the end of ``since``.
@@ -101,7 +107,9 @@ class Durations:
     def __init__(self, shape: StepShape, hardware: HardwareProfile) -> None:
         self.hardware = hardware
         self._threads = threads_of_share(hardware.cores)
-        self._passes = COLLECT_PASSES + shape.clips
+        self._passes = COLLECT_PASSES + (shape.clips and shape.world.size == 1)
+        self._collectives = CollectiveTimes(hardware, shape.world) if shape.world.size > 1 else None
+        self._micro_batches = shape.micro_batches
 
     @staticmethod
     def copy(size_bytes: int, link: LinkRate) -> float:
@@ -110,15 +118,27 @@ class Durations:
 
     def prefetch(self, chunk: ChunkShape) -> float:
         """Return the time of a copy to the device."""
-        return self.copy(chunk.size_bytes, self.hardware.h2d)
+        return self.copy(chunk.shard_bytes, self.hardware.h2d)
 
     def offload(self, chunk: ChunkShape) -> float:
         """Return the time of a copy from the device."""
-        return self.copy(chunk.size_bytes, self.hardware.d2h)
+        return self.copy(chunk.shard_bytes, self.hardware.d2h)
 
     def collect(self, chunk: ChunkShape) -> float:
         """Return the time of writing gradients into a chunk, and with clipping of measuring their norm."""
         return self._passes * chunk.size_bytes / self.hardware.device_gb_per_s / 1e6
+
+    def gather(self, chunk: ChunkShape, *, in_buffer: bool) -> float:
+        """Return the time of an all_gather; of a chunk that stays whole, its share of the one after an update."""
+        if self._collectives is None or not (in_buffer or chunk.updated):
+            return 0.0
+        return self._collectives.gather_ms(chunk) / (1 if in_buffer else self._micro_batches)
+
+    def reduce(self, chunk: ChunkShape, *, in_buffer: bool) -> float:
+        """Return the time of a reduce_scatter; of a whole gradient, its share of the last micro-batch's."""
+        if self._collectives is None:
+            return 0.0
+        return self._collectives.reduce_ms(chunk) / (1 if in_buffer else self._micro_batches)
 
     def host_update(self, chunk: ChunkShape) -> float:
         """Return the time of an update on the host."""
@@ -169,6 +189,10 @@ class _Writer:
         self.updated: dict[int, Ref] = {}
         self.emptied: list[Ref] = []
         self.offloaded: dict[int, Ref] = {}
+        self.gathered: dict[int, Ref] = {}
+        self.reduced: dict[int, Ref] = {}
+        self.shards: dict[int, int] = {}
+        self.is_shared = shape.world.size > 1
         self._awaited: list[Ref | _Wanted | None] = []
         self._launched_ms = 0.0
         self._since: Ref | None = None
@@ -212,6 +236,9 @@ class _Writer:
                 self._call(op)
             elif op.op in CHUNK_LAUNCHES:
                 self._launch(CHUNK_LAUNCHES[op.op] * self.chunk_launches)
+                getattr(self, f"_{op.op}")(op.chunk, op.buffer)
+            elif self.is_shared and op.op in RANK_LAUNCHES:
+                self._launch(RANK_LAUNCHES[op.op] * self.chunk_launches)
                 getattr(self, f"_{op.op}")(op.chunk, op.buffer)
             self.job_of.append(before if len(self.jobs) > before else -1)
         if self._pending:
@@ -264,17 +291,49 @@ class _Writer:
         after: list[Ref | _Wanted | None] = [self._last("read", buffer), self._last("left", buffer)]
         after.append(self._last("updated", chunk))
         self.arrival[buffer] = self._add(H2D, self.durations.prefetch(self.shape.chunks[chunk]), after)
+        if self.is_shared:
+            self.shards[buffer] = chunk
+            self.holder.pop(buffer, None)
+        else:
+            self.holder[buffer] = chunk
+
+    def _bind(self, chunk: int, buffer: int) -> None:
+        self._awaited.append(self._last("gathered", chunk))
+
+    def _all_gather(self, chunk: int, buffer: int) -> None:
+        each = self.shape.chunks[chunk]
+        if buffer < 0:
+            if each.updated:
+                ms = self.durations.gather(each, in_buffer=False)
+                self.gathered[chunk] = self._add(GATHER, ms, [self._last("updated", chunk)])
+            return
+        if self.holder.get(buffer) == chunk:
+            return
+        after: list[Ref | _Wanted | None] = [self._last("read", buffer), self._last("left", buffer)]
+        after.append(self._last("updated", chunk))
+        if self.shards.pop(buffer, -1) == chunk:
+            after = [self.arrival[buffer]]
+        self.arrival[buffer] = self._add(GATHER, self.durations.gather(each, in_buffer=True), after)
         self.holder[buffer] = chunk
+
+    def _reduce_scatter(self, chunk: int, buffer: int) -> None:
+        ms = self.durations.reduce(self.shape.chunks[chunk], in_buffer=buffer >= 0)
+        self.reduced[chunk] = self._add(GATHER, ms, [self.last_compute])
+        if buffer >= 0:
+            self.left[buffer] = self.reduced[chunk]
 
     def _collect(self, chunk: int, buffer: int) -> None:
         before = ("arrival", "left") if buffer >= 0 else ()
         after: list[Ref | _Wanted | None] = [self._last(name, buffer) for name in before]
+        if self.is_shared and buffer < 0:
+            after = [self._last("reduced", chunk)]
         self._compute(self.durations.collect(self.shape.chunks[chunk]), after)
         self.holder.pop(buffer, None)
 
     def _offload(self, chunk: int, buffer: int) -> None:
         self.read[buffer] = self.last_compute
-        after: list[Ref | _Wanted | None] = [self.last_compute, self._landing(chunk)]
+        ready = self.reduced[chunk] if self.is_shared else self.last_compute
+        after: list[Ref | _Wanted | None] = [ready, self._landing(chunk)]
         self.offloaded[chunk] = self._add(D2H, self.durations.offload(self.shape.chunks[chunk]), after)
         self.left[buffer] = self.offloaded[chunk]
 
@@ -294,10 +353,17 @@ class _Writer:
 
     def _apply(self, chunk: int) -> None:
         if self.choice.residency[chunk] == "persistent":
-            self._compute(self.durations.device_update(self.shape.chunks[chunk]), [])
+            ready: list[Ref | _Wanted | None] = [self.reduced[chunk]] if self.is_shared else []
+            self._compute(self.durations.device_update(self.shape.chunks[chunk]), ready)
+            self.updated[chunk] = self.last_compute
+            self._forget_held(chunk)
             return
         ms = self.durations.host_update(self.shape.chunks[chunk])
         self.updated[chunk] = self._add(HOST, ms, [self.offloaded[chunk]])
         if self.shape.landings:
             self.emptied.append(self.updated[chunk])
+        self._forget_held(chunk)
+
+    def _forget_held(self, chunk: int) -> None:
+        """Note that what buffers hold of a chunk is of before its update."""
         self.holder = {buffer: held for buffer, held in self.holder.items() if held != chunk}

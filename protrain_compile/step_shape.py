@@ -1,7 +1,8 @@
 """StepShape: all that planning needs to know of one program and its chunks, as plain numbers.
 
 Nothing in it depends on the plan. What does is written down for every choice: a storage lists its uses under each
-policy of the segment that uses it, a call the chunks that it reads. ``lowering`` turns a StepShape and a Plan into
+policy of the segment that uses it, a call the chunks that it reads. Only what ranks divide is fixed before: ``divided``
+makes the shape as one rank of a world has it. ``lowering`` turns a StepShape and a Plan into
 operations, ``memory_model`` and ``timeline`` into bytes and times. ``shape_reader`` makes it from a Program.
 """
 
@@ -14,6 +15,7 @@ from typing import Literal
 from protrain_compile import json_data
 from protrain_compile.chunks import Residency
 from protrain_compile.profile import Format, Role
+from protrain_compile.shards import ALONE, Sharding, World
 
 BLOCK_BYTES = 512
 """The caching allocator rounds every allocation up to a multiple of this."""
@@ -110,7 +112,7 @@ class ChunkShape:
 
     Attributes:
         size_bytes: Its parameters, as they travel.
-        numel: Its elements.
+        numel: Its elements, as far as this rank updates them.
         trainable: Whether it is updated.
         format: How its states are stored.
         companion_bytes: What completes its parameters to fp32 masters.
@@ -120,6 +122,8 @@ class ChunkShape:
         last_gradient: The segment whose backward makes the last of its gradients; -1 for none.
         last_item: Which of that backward's results it is.
         order: Its place among the chunks that this program updates; -1 for none.
+        ranks: How many ranks divide it. Elements, states, gradient and accumulator are then one rank's.
+        sharding: What of it they divide where it is persistent; None for one rank.
     """
 
     size_bytes: int
@@ -133,6 +137,35 @@ class ChunkShape:
     last_gradient: int = -1
     last_item: int = 0
     order: int = -1
+    ranks: int = 1
+    sharding: Sharding | None = None
+
+    @property
+    def shard_bytes(self) -> int:
+        """What of its parameters lies in its home, and crosses the link: all, or one rank's shard."""
+        return self.size_bytes // self.ranks
+
+    @property
+    def whole_gradient_bytes(self) -> int:
+        """Device bytes of its whole gradient, where it is persistent and only its states are divided."""
+        return self.gradient_bytes * self.ranks if self.sharding == "states" else 0
+
+    def stays(self, residency: Residency) -> bool:
+        """Whether its whole parameters stay on the device: it takes no chunk buffer to use them."""
+        return residency == "persistent" and self.sharding != "parameters"
+
+    def is_fetched(self, residency: Residency) -> bool:
+        """Whether it takes a chunk buffer of standard size while it is used."""
+        return residency != "split" and not self.stays(residency)
+
+    def keeps_gradient(self, residency: Residency) -> bool:
+        """Whether the device has storage for its whole gradient: it takes no chunk buffer to collect it."""
+        return residency == "persistent" and self.sharding in (None, "states")
+
+    def moves(self, residency: Residency) -> bool:
+        """Whether it, or its gradient, takes a chunk buffer of standard size."""
+        collects = residency == "persistent" and self.trainable and not self.keeps_gradient(residency)
+        return collects or self.is_fetched(residency)
 
     @property
     def updated(self) -> bool:
@@ -161,6 +194,8 @@ class StepShape:
         update_mode: When chunks are updated.
         landings: How many landing slots for gradients the host has; 0 for one to each chunk.
         clips: Whether ``step()`` waits for the gradient's norm.
+        micro_batches: How many backwards make a step.
+        world: The ranks that train the model.
     """
 
     name: str
@@ -173,6 +208,8 @@ class StepShape:
     update_mode: UpdateMode = "in_backward"
     landings: int = 4
     clips: bool = False
+    micro_batches: int = 1
+    world: World = ALONE
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -180,8 +217,8 @@ class StepShape:
         return tuple(i for i, segment in enumerate(self.segments) if segment.block >= 0)
 
     def largest_bytes(self, residency: tuple[Residency, ...]) -> int:
-        """Return the size of a standard chunk buffer: that of the largest offloaded chunk."""
-        sizes = (c.size_bytes for c, each in zip(self.chunks, residency, strict=True) if each == "offloaded")
+        """Return the size of a standard chunk buffer: that of the largest chunk which takes one."""
+        sizes = (c.size_bytes for c, each in zip(self.chunks, residency, strict=True) if c.moves(each))
         return max(sizes, default=0)
 
     def to_json(self) -> str:

@@ -5,6 +5,7 @@ Each is true of every simulation (``timeline.simulate_jobs``), whatever the numb
     busy      compute cannot take less than all its jobs                                    compute_ms
     shared    copies and updates take turns or slow each other down: the least time for the
               work of all three, as a linear program over which of them run, by its dual     shared_ms
+    gathered  collectives take turns, too: the sum of those that no buffer spares                shared_ms
     cycle     a chunk's update precedes its fetch in the next step, which precedes its
               forward, and so the first gradients, and the updates before its own            cycle_ms
 """
@@ -33,7 +34,7 @@ class TimeBounds:
     def __init__(self, shape: StepShape, profile: Profile, rates: Speeds) -> None:
         self.shape = shape
         self.profile = profile
-        durations = Durations(shape, profile.hardware)
+        durations = self.durations = Durations(shape, profile.hardware)
         self.fetch = [durations.prefetch(chunk) for chunk in shape.chunks]
         self.leave = [durations.offload(chunk) for chunk in shape.chunks]
         self.update = [durations.host_update(chunk) if chunk.updated else 0.0 for chunk in shape.chunks]
@@ -45,6 +46,7 @@ class TimeBounds:
         self.calls = functools.cache(self._calls)
         self.moved = functools.cache(self._moved)
         self.swapped = functools.cache(self._swapped)
+        self.gathers = functools.cache(self._gathers)
         self.read_again = {c for each in shape.segments for c in _backward_chunks(each.calls)}
 
     # ---- compute -------------------------------------------------------------------------------------------------
@@ -91,7 +93,27 @@ class TimeBounds:
         forward, leave, update, again = self.moved(residency)
         swapped_in, swapped_out = self.swapped(policies)
         work = (forward + sum(again[buffers:]) + swapped_in, leave + swapped_out, update)
-        return max(sum(price * ms for price, ms in zip(each, work, strict=True)) for each in self.prices)
+        copies = max(sum(price * ms for price, ms in zip(each, work, strict=True)) for each in self.prices)
+        return max(copies, self._collectives_ms(residency, buffers)) if self.shape.world.size > 1 else copies
+
+    def _collectives_ms(self, residency: Residencies, buffers: int) -> float:
+        """Return the least time of all collectives; buffers keep some chunks for the backward."""
+        once, again = self.gathers(residency)
+        return once + sum(again[buffers:])
+
+    def _gathers(self, residency: Residencies) -> tuple[float, list[float]]:
+        """Return the time of the forward's gathers and of the reduces, and the backward's gathers, longest first."""
+        once, again = 0.0, []
+        for number, (chunk, each) in enumerate(zip(self.shape.chunks, residency, strict=True)):
+            if not chunk.updated:
+                continue
+            own = chunk.keeps_gradient(each)
+            once += self.durations.reduce(chunk, in_buffer=not own)
+            if number in self.first_use:
+                once += self.durations.gather(chunk, in_buffer=not chunk.stays(each))
+            if chunk.is_fetched(each) and number in self.read_again:
+                again.append(self.durations.gather(chunk, in_buffer=True))
+        return once, sorted(again, reverse=True)
 
     def _swapped(self, policies: Policies) -> tuple[float, float]:
         """Return work of h2d and d2h for swapped values."""

@@ -1,9 +1,9 @@
 """Timeline: a step's jobs on their streams in steady state, copies and host updates slowing each other down.
 
-Compute keeps its pace whatever else happens (measured: copies do not slow matrix products). Copies and host updates
-share the host's memory and the link: while several of them run, each has the speed that ``speeds`` gives to that
-combination. Steps are simulated one after the other, each beginning as the last one left the streams, until a step
-repeats the one before.
+Compute keeps its pace whatever else happens (measured: copies do not slow matrix products), and so do collectives
+(assumed: they are on links of their own). Copies and host updates share the host's memory and the link: while several
+of them run, each has the speed that ``speeds`` gives to that combination. Steps are simulated one after the other, each
+beginning as the last one left the streams, until a step repeats the one before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from protrain_compile.profile import Format, HardwareProfile
-from protrain_compile.step_jobs import COMPUTE, HOST, STREAMS, Job, StepJobs
+from protrain_compile.step_jobs import COMPUTE, GATHER, HOST, STREAMS, Job, StepJobs
 from protrain_compile.updates.threads import threads_of_share
 
 MAX_STEPS = 12
@@ -38,6 +38,7 @@ class Timeline:
         copies_ms: How long compute waits for a copy that is under way, or behind other copies.
         updates_ms: How long it waits for a copy that waits for its chunk's update.
         launches_ms: How long it waits for the launching thread.
+        collectives_ms: How long it waits for collectives, under way or behind others.
     """
 
     step_ms: float
@@ -47,6 +48,7 @@ class Timeline:
     copies_ms: float
     updates_ms: float
     launches_ms: float
+    collectives_ms: float = 0.0
 
 
 def speeds(hardware: HardwareProfile, format: Format = "split") -> Speeds:
@@ -128,7 +130,7 @@ class _Engine:
 
     def __init__(self, step: StepJobs, rates: Speeds, steps: int) -> None:
         self.count = count = len(step.jobs)
-        self.rates = rates
+        self.rates: Sequence[Sequence[float]] = rates
         self.steps = steps
         self.last = step.last_compute
         self.number = 0
@@ -145,6 +147,8 @@ class _Engine:
         self.compute = _Side(-1, orders[COMPUTE], count)
         self.blocked = 0
         self.sides = [_Side(i, order, count) for i, order in enumerate(orders[COMPUTE + 1 :]) if order]
+        if orders[GATHER]:
+            self.rates = [(*each, 1.0) for each in rates] * 2
 
     def base(self, number: int) -> int:
         """Return where a step's jobs begin in ``begins`` and ``ends``."""
@@ -272,34 +276,42 @@ class _Parts:
         self.engine = engine
         self.base = engine.base(engine.number)
 
-    def sums(self) -> tuple[float, float, float, float]:
-        """Return ms of busy compute, and of waits for copies, updates and launches."""
+    def sums(self) -> tuple[float, float, float, float, float]:
+        """Return ms of busy compute, and of waits for copies, updates, launches and collectives."""
         engine = self.engine
         free = engine.finish(engine.number - 1)
-        busy = copies = updates = launches = 0.0
+        busy = copies = updates = launches = collectives = 0.0
         for number in engine.compute.order:
             gap = engine.begins[self.base + number] - free
-            late_copy, late_update = self._causes(number, free) if gap > 0 else (0.0, 0.0)
+            late_copy, late_update, late = self._causes(number, free) if gap > 0 else (0.0, 0.0, 0.0)
             copies += late_copy
             updates += late_update
-            launches += max(0.0, gap - late_copy - late_update)
+            collectives += late
+            launches += max(0.0, gap - late_copy - late_update - late)
             busy += self.jobs[number].ms
             free = engine.ends[self.base + number]
-        return busy, copies, updates, launches
+        return busy, copies, updates, launches, collectives
 
     def _end(self, ref: tuple[int, int]) -> float:
         return self.engine.ends[self.base + ref[1] * len(self.jobs) + ref[0]]
 
-    def _causes(self, number: int, free: float) -> tuple[float, float]:
-        """Return how long compute waited, from ``free`` on, for copies and for the updates before them."""
+    def _causes(self, number: int, free: float) -> tuple[float, float, float]:
+        """Return how long compute waited, from ``free`` on, for copies, the updates before them, and collectives."""
         after = self.jobs[number].after
         if not after:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         latest = max(after, key=self._end)
-        end = self._end(latest)
+        end, collective = self._end(latest), 0.0
+        if self.jobs[latest[0]].stream == GATHER:
+            shards = [ref for ref in self.jobs[latest[0]].after if self.jobs[ref[0]].stream != COMPUTE]
+            arrived = max((self._end(ref) for ref in shards), default=free)
+            collective = max(0.0, end - max(free, arrived))
+            if arrived <= free:
+                return 0.0, 0.0, collective
+            latest, end = max(shards, key=self._end), arrived
         copy = self.jobs[latest[0]]
         updates = [self._end(ref) for ref in copy.after if self.jobs[ref[0]].stream == HOST]
         updated = min(max(updates, default=free), end)
         others = [self._end(ref) for ref in copy.after if self.jobs[ref[0]].stream != HOST]
         waited = max(0.0, updated - max([free, *others]))
-        return max(0.0, end - free) - waited, waited
+        return max(0.0, end - free) - waited, waited, collective

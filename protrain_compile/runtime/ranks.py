@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from protrain_compile import compat
 from protrain_compile.errors import OptionError, RankError
+from protrain_compile.shards import World
 
 T = TypeVar("T")
 
@@ -53,6 +55,7 @@ class Ranks:
         rank: This process's number among those that divide chunks.
         size: How many divide chunks.
         replicas: How many such groups there are; more than one with a mesh of two dimensions.
+        world: The same, and on how many machines they are.
         traffic: What the collectives moved so far.
     """
 
@@ -71,6 +74,8 @@ class Ranks:
         self._staged = _backend_of(self._shard, device) == "gloo" and device.type != "cpu"
         # Gloo reaches a waiting rank's timeout as the main group does.
         self._agreement = dist.new_group(backend="gloo", timeout=compat.group_timeout(self._shard, device))
+        nodes = len(set(self._every(platform.node(), "the names of the nodes")))
+        self.world = World(self.size, self.replicas, nodes)
 
     # ---- chunks --------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,13 @@ from support.made_shapes import MB, Stack, prefix, random_hardware, random_stack
 from protrain_compile import Plan
 from protrain_compile.cost_model import simulate
 from protrain_compile.errors import BudgetError
+from protrain_compile.links import Links
 from protrain_compile.lowering import late_chunks
 from protrain_compile.plan import POLICIES
 from protrain_compile.plan_space import PlanSpace, swap_interval
 from protrain_compile.profile import Profile
+from protrain_compile.rank_shape import divided, sharding_choices
+from protrain_compile.shards import World
 from protrain_compile.solver import STAY_SHARE, Key, search, time_cell
 from protrain_compile.step_shape import CallShape, StepShape
 
@@ -86,6 +89,39 @@ def test_equals_brute_force(seed: int) -> None:
         assert (time_cell(found.prediction.step_ms), found.prediction.peak_bytes) == best[0]
     else:
         assert found.prediction.step_ms <= best[1] * (1 + STAY_SHARE)
+
+
+WORLDS = (World(2), World(4), World(8, 1, 2), World(2, 2, 2))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seeds)
+def test_equals_brute_force_with_ranks(seed: int) -> None:
+    """In every level of sharding; and of the levels, none is faster by more than what predictions may be off."""
+    shape, profile, draw = draw_case(seed)
+    links = Links("made up", draw.choice((20.0, 400.0)), 5.0, draw.choice((5.0, 50.0)), 10.0)
+    profile = dataclasses.replace(profile, hardware=dataclasses.replace(profile.hardware, links=links))
+    shape = dataclasses.replace(shape, world=draw.choice(WORLDS), micro_batches=draw.choice((1, 4)))
+    levels = {each: everything(divided(shape, each), profile) for each in sharding_choices(shape, None)}
+    assert len(levels) == (2 if shape.micro_batches == 1 else 3)
+    device, host = budgets([plan for plans in levels.values() for plan in plans], draw)
+    fitting = {each: [p for p in plans if p[0][1] <= device and p[2] <= host] for each, plans in levels.items()}
+    if not any(fitting.values()):
+        with pytest.raises(BudgetError):
+            search(shape, profile, device_bytes=device, host_bytes=host)
+        return
+    found = search(shape, profile, device_bytes=device, host_bytes=host)
+    assert found.prediction.peak_bytes <= device
+    assert found.prediction.host_bytes <= host
+    least = min(min(ms for _, ms, *_ in plans) for plans in fitting.values() if plans)
+    assert found.prediction.step_ms <= least * (1 + STAY_SHARE) ** 2 * 1.002
+    assert found.plan.residency is not None
+    assert found.plan.fit_sharding(found.plan.residency) == found.plan.sharding
+    assert simulate(shape, profile, found.plan) == found.prediction
+    if "swap" in (found.plan.policies or ()) or set(found.plan.residency) == {"persistent"}:
+        return
+    key = time_cell(found.prediction.step_ms), found.prediction.peak_bytes
+    assert key in [min(each[:2] for each in plans)[0] for plans in fitting.values() if plans]
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

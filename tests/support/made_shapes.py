@@ -17,7 +17,7 @@ from protrain_compile.profile import (
     Profile,
     TemplateProfile,
 )
-from protrain_compile.step_jobs import StepJobs
+from protrain_compile.step_jobs import STREAMS, StepJobs
 from protrain_compile.step_shape import CallShape, ChunkShape, Life, SegmentShape, StepShape, Use
 
 MB = 1_000_000
@@ -179,7 +179,7 @@ def critical_path(step: StepJobs, steps: int) -> float:
     """
     graph: networkx.DiGraph = networkx.DiGraph()
     count = len(step.jobs)
-    before = [-1, -1, -1, -1]
+    before = [-1] * len(STREAMS)
     for number in range(steps * count):
         job = step.jobs[number % count]
         base = number - number % count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from protrain_compile.chunks import ChunkBinding
 from protrain_compile.lowering import Choice, Op
 from protrain_compile.plan import POLICIES, Loss
 from protrain_compile.program import Program
+from protrain_compile.rank_shape import divided
 from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.shape_reader import Training, step_shape
+from protrain_compile.shards import SHARDINGS, Sharding, World, allowed_sharding
 from protrain_compile.step_shape import StepShape
 
 
@@ -33,9 +35,18 @@ class Captured:
     shape: StepShape
     loss: Loss = "whole"
 
+    def shared(self, sharding: Sequence[Sharding], ranks: int = 4) -> Captured:
+        """Return the same model where ranks divide its chunks."""
+        whole = dataclasses.replace(self.shape, world=World(ranks))
+        binding = dataclasses.replace(self.binding, ranks=ranks, sharding=tuple(sharding))
+        return dataclasses.replace(self, binding=binding, shape=divided(whole, sharding))
+
     def schedule(self, choice: Choice) -> Schedule:
         """Return what the passes write for ``choice``."""
         binding = dataclasses.replace(self.binding, residency=choice.residency, buffers=choice.buffers)
+        if binding.sharding is not None:
+            pairs = zip(choice.residency, binding.sharding, strict=True)
+            binding = dataclasses.replace(binding, sharding=tuple(allowed_sharding(*each) for each in pairs))
         plan = Plan(policies=choice.policies, loss=self.loss).fit(self.program.block_names)
         schedule = Schedule(self.program, plan, ArtefactSet("eager"), chunks=binding)
         for each in schedule_pipeline().passes:  # without the verifier, which has tests of its own
@@ -80,6 +91,12 @@ def random_choice(shape: StepShape, draw: random.Random) -> Choice:
     kinds = draw.choice((("offloaded",), ("persistent", "offloaded"), ("persistent", "offloaded", "split")))
     residency: Any = tuple(draw.choice(kinds) for _ in shape.chunks)
     return Choice(policies, residency, draw.randint(3, 6))
+
+
+def random_sharding(shape: StepShape, draw: random.Random) -> tuple[Sharding, ...]:
+    """Return what ranks divide of each chunk."""
+    kinds: Any = draw.choice((*((each,) for each in SHARDINGS), SHARDINGS))
+    return tuple(draw.choice(kinds) for _ in shape.chunks)
 
 
 def token_batch(seed: int) -> torch.Tensor:

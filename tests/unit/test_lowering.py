@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import light, models
 from support.prepared import Stack
-from support.shapes import Captured, captured, random_choice, real_operations, token_batch
+from support.shapes import Captured, captured, random_choice, random_sharding, real_operations, token_batch
 from torch import Tensor, nn
 
 from protrain_compile import PlanError
@@ -75,9 +75,11 @@ def case(name: str) -> Captured:
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_passes_write(name: str) -> None:
-    found = case(name)
     draw = random.Random(name)
-    for _ in range(PLANS):
+    for number in range(PLANS + 4):
+        found = case(name)
+        if number >= PLANS:
+            found = found.shared(random_sharding(found.shape, draw))
         choice = random_choice(found.shape, draw)
         schedule, lowered = found.schedule(choice), lower(found.shape, choice)
         assert list(lowered.forward) == real_operations(schedule, "forward"), choice
