@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from protrain_compile.lowering import Choice, Lowered, Op, kept_until, recomputed_segments
@@ -90,7 +90,7 @@ def live_values(shape: StepShape, choice: Choice, lowered: Lowered, unit: Unit =
     """Return, for forward and backward, the bytes of values at the start and right after every operation."""
     lengths = (len(lowered.forward), len(lowered.backward))
     changes = [[0] * (length + 2) for length in lengths]
-    places = _Places(lowered)
+    places = Places(lowered)
     recomputed = recomputed_segments(shape, choice.policies)
     swapped_by = swap_plan(shape, choice.policies, recomputed).segment_of()
     for number, life in enumerate(shape.lives):
@@ -133,15 +133,22 @@ def inside_bytes(shape: StepShape, profile: Profile, op: Op) -> int:
     return segment.calls[role].returned_bytes + (cost.workspace_bytes if cost is not None else 0)
 
 
-class _Places:
-    """Where operations are: positions count from 1, so that 0 is the start of a graph."""
+class Places:
+    """Where operations are: positions count from 1, so that 0 is the start of a graph.
 
-    def __init__(self, lowered: Lowered) -> None:
+    Attributes:
+        ends: Behind each graph.
+        call: Calls and operations on swapped values, by their name and segment.
+        collect: Collects, by chunk.
+    """
+
+    def __init__(self, lowered: Lowered, snapshots: Iterator[int] | None = None) -> None:
+        """Look up the operations; ``snapshots`` replaces the positions of those."""
         self.ends = (len(lowered.forward) + 1, len(lowered.backward) + 1)
         ops = [(op, i + 1) for graph in (lowered.forward, lowered.backward) for i, op in enumerate(graph)]
         self.call = {(op.op, op.segment): at for op, at in ops if op.segment >= 0}
         self.collect = {op.chunk: at for op, at in ops if op.op == "collect"}
-        self._snapshots = iter([at for op, at in ops if op.op == "snapshot"])
+        self._snapshots = snapshots or iter([at for op, at in ops if op.op == "snapshot"])
 
     def spans(self, shape: StepShape, life: Life, recomputed: Sequence[bool]) -> list[tuple[int, int, int]]:
         """Return graph (0 or 1), begin and end of the positions after which storages are alive."""

@@ -29,6 +29,7 @@ from protrain_compile.shards import allowed_sharding
 from protrain_compile.step_shape import StepShape, block_rounded
 from protrain_compile.swap_order import FARTHEST
 from protrain_compile.swapped_lives import moved_bytes, swap_plan
+from protrain_compile.value_peaks import ValuePeaks
 
 Policies = tuple[Policy, ...]
 Residencies = tuple[Residency, ...]
@@ -85,11 +86,11 @@ class PlanSpace:
         self.profile = profile
         self.given = given
         self.buffer_counts = functools.cache(self._buffer_counts)
-        self.host_bytes = functools.cache(self._host_bytes)
-        self._swapped = functools.cache(self._swapped_bytes)
-        self._standing = functools.cache(self._standing_bytes)
-        self._buffer = functools.cache(self._buffer_bytes)
-        self._values = functools.cache(self._values_bytes)
+        self.standing_bytes = functools.cache(self._standing_bytes)
+        self.buffer_bytes = functools.cache(self._buffer_bytes)
+        self.values_of = functools.cache(self._values_of)
+        self.swapped_bytes = functools.cache(self._swapped_bytes)
+        self._on_host = functools.cache(self._host_bytes)
 
     @functools.cached_property
     def policy_patterns(self) -> tuple[Policies, ...]:
@@ -162,39 +163,48 @@ class PlanSpace:
 
     def peak_bytes(self, choice: Choice) -> int:
         """Return the most device memory that is allocated at once; what ``cost_model.simulate`` finds, faster."""
-        return self._standing(choice.residency) + self.buffer_bytes(choice) + self.values_bytes(choice)
+        values = self.values_of(choice.policies, self.late_of(choice.residency))
+        return self.standing_bytes(choice.residency) + choice.buffers * self.buffer_bytes(choice.residency) + values
 
-    def buffer_bytes(self, choice: Choice) -> int:
-        """Return the bytes of the standard chunk buffers."""
-        return choice.buffers * self._buffer(choice.residency)
+    def _standing_bytes(self, residency: Residencies) -> int:
+        """Return the device bytes that are always taken, buffers apart."""
+        return total(standing_bytes(self.shape, Choice((), residency, 0)))
 
-    def values_bytes(self, choice: Choice) -> int:
-        """Return the most of values and what is inside calls."""
-        late = tuple(choice.residency[chunk] == "persistent" for chunk in self._late)
-        return self._values(choice.policies, late)
+    def _buffer_bytes(self, residency: Residencies) -> int:
+        """Return the bytes of one standard chunk buffer."""
+        return block_rounded(self.shape.largest_bytes(residency))
+
+    def late_of(self, residency: Residencies) -> tuple[bool, ...]:
+        """Return what values depend on of a residency: whether each of ``late_chunks`` is persistent."""
+        return tuple([residency[chunk] == "persistent" for chunk in self._late])
 
     @functools.cached_property
     def _late(self) -> tuple[int, ...]:
         return late_chunks(self.shape)
 
-    def _values_bytes(self, policies: Policies, late: tuple[bool, ...]) -> int:
+    def _values_of(self, policies: Policies, late: tuple[bool, ...]) -> int:
+        """Return the most of values and what is inside calls; ``late`` is from ``late_of``."""
+        if not late and set(policies) <= {"keep", "recompute"}:
+            return self._value_peaks.bytes_of(policies)
         residency: list[Residency] = ["persistent"] * len(self.shape.chunks)
         for chunk, resident in zip(self._late, late, strict=True):
             residency[chunk] = "persistent" if resident else "offloaded"
         choice = Choice(policies, tuple(residency), MIN_BUFFERS)
         return find_peak(self.shape, self.profile, choice, skeleton(self.shape, policies, residency)).bytes
 
-    def _standing_bytes(self, residency: Residencies) -> int:
-        return total(standing_bytes(self.shape, Choice((), residency, 0)))
+    @functools.cached_property
+    def _value_peaks(self) -> ValuePeaks:
+        return ValuePeaks(self.shape, self.profile)
 
-    def _buffer_bytes(self, residency: Residencies) -> int:
-        return block_rounded(self.shape.largest_bytes(residency))
-
-    def _host_bytes(self, residency: Residencies, policies: Policies) -> int:
+    def host_bytes(self, residency: Residencies, policies: Policies) -> int:
         """Return the host bytes of a residency and policies."""
-        return total(host_bytes(self.shape, Choice((), residency, 0))) + self._swapped(policies)
+        return self._on_host(residency) + self.swapped_bytes(policies)
+
+    def _host_bytes(self, residency: Residencies) -> int:
+        return total(host_bytes(self.shape, Choice((), residency, 0)))
 
     def _swapped_bytes(self, policies: Policies) -> int:
+        """Return the host bytes of what policies swap."""
         return total(swapped_host_bytes(self.shape, policies))
 
     # ---- all of it -----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The search: the fastest plan that fits, and the smallest budget where none does.
 
-Branch and bound over ``plan_space``. A *group* is a choice of policies and residency; its leaves are the numbers of
-buffers. What is looked at next is always what may still be best, by bounds that get dearer only for what survives::
+Branch and bound over ``plan_space``, by the figures of ``plan_rows``. A *group* is a choice of policies and residency;
+its leaves are the numbers of buffers. What is looked at next is always what may still be best, by bounds that get
+dearer only for what survives::
 
     group    busy, shared (time_bounds)      in no time
              cycle (time_bounds)             when it comes first
@@ -11,8 +12,9 @@ buffers. What is looked at next is always what may still be best, by bounds that
 Times within ``SAME_SHARE`` of each other count as equal: the plan with less memory wins, which keeps room for what no
 model knows. Up to ``SURE`` simulations the result is the best of the whole space in this order, which a test compares
 with brute force. Beyond, for deep models that copies and updates bound, two assumptions save most of the work, and a
-test measures the regret: more buffers are not slower, so a group is judged by its plan with the most, and the fewest
-that are as fast are found by halving; and the bounds of neighbouring groups are off alike.
+test measures the regret: more buffers are not slower, so a group is judged by its plan with the most (where that is as
+fast as the best, by the one with the most that takes less), and the fewest that are as fast are found by halving; and
+the bounds of neighbouring groups are off alike.
 
 With ranks each level of sharding is searched by itself, the one that communicates least first; another takes its place
 where it is faster by more than ``STAY_SHARE``, or alone fits.
@@ -20,18 +22,20 @@ where it is faster by more than ``STAY_SHARE``, or alone fits.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from protrain_compile.byte_text import format_size
+from protrain_compile.budget_refusal import budget_error
 from protrain_compile.cost_model import Prediction, rates_of, simulate
 from protrain_compile.errors import BudgetError, PlanError
 from protrain_compile.lowering import Choice, lower
 from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
-from protrain_compile.plan_space import PlanSpace, Policies, Residencies
+from protrain_compile.plan_rows import Group, Pattern, PlanRows
+from protrain_compile.plan_space import PlanSpace
 from protrain_compile.profile import Profile
 from protrain_compile.rank_shape import divided, sharding_choices
 from protrain_compile.step_jobs import step_jobs
@@ -119,7 +123,7 @@ def _search_one(
     found = Search(PlanSpace(shape, profile, given), device_bytes, host_bytes)
     choice = found.run()
     if choice is None:
-        raise budget_error(found.space, device_bytes, host_bytes)
+        raise budget_error(found.space, found.rows, device_bytes, host_bytes)
     choice = found.swap_where_faster(found.prefer_resident(choice))
     plan = found.space.plan(choice)
     return Solution(plan, simulate(shape, profile, plan), found.simulated)
@@ -130,27 +134,8 @@ def time_cell(ms: float) -> int:
     return math.floor(math.log(ms) / math.log1p(SAME_SHARE)) if ms > 0 else -(10**9)
 
 
-@dataclasses.dataclass
-class _Group:
-    """Policies and a residency, or policies alone with all residencies.
-
-    Attributes:
-        policies: Per block.
-        residency: Per chunk; None for all.
-        least_ms: A bound on the time of all its plans.
-        bounds: How many kinds of bounds were taken.
-        judged: Whether it was decided under assumptions.
-    """
-
-    policies: Policies
-    residency: Residencies | None
-    least_ms: float
-    bounds: int = 0
-    judged: bool = False
-
-    def __post_init__(self) -> None:
-        """Remember the bound that neighbours are compared by."""
-        self.first_ms = self.least_ms
+NONE_YET: Key = (1 << 62, 0)
+"""Worse than any."""
 
 
 class Search:
@@ -162,40 +147,50 @@ class Search:
         self.host_bytes = host_bytes if host_bytes is not None else math.inf
         self._rates = rates_of(space.shape, space.profile)
         self.bounds = TimeBounds(space.shape, space.profile, self._rates)
+        self.rows = PlanRows(space, self.bounds)
         self._times: dict[Choice, float] = {}
         self._order = itertools.count()
-        self._waiting: list[tuple[Key, int, _Group, int]] = []
-        self._residencies: list[tuple[Residencies, float, int]] = []
-        self._seen: list[tuple[_Place, float]] = []
+        self._waiting: list[tuple[Key, int, Pattern | Group, int]] = []
+        self._seen: list[tuple[Group, float]] = []
+        self._best: Key = NONE_YET
+
+    @property
+    def simulated(self) -> int:
+        """How many plans were simulated."""
+        return len(self._times)
 
     def run(self) -> Choice | None:
         """Return the best choice; None if none fits."""
-        best: tuple[Key, float] | None = None
-        chosen: Choice | None = None
-        self._begin()
-        while self._waiting and (best is None or self._waiting[0][0] < best[0]):
+        best_ms, chosen = math.inf, None
+        for pattern in self.rows.patterns:
+            self._wait((_bound_cell(self.rows.least_ms(pattern)), 0), pattern)
+        while self._waiting and self._waiting[0][0] < self._best:
             key, _, group, buffers = heapq.heappop(self._waiting)
-            if not buffers or group.residency is None:
+            if isinstance(group, Pattern):
+                self._split(group)
+                continue
+            if not buffers:
                 self._expand(group)
                 continue
-            choice = Choice(group.policies, group.residency, buffers)
-            bound = self._key(group, choice)
-            if bound > key:
-                self._wait(bound, group, buffers)
+            if self._key(group, buffers) > key:
+                self._wait(self._key(group, buffers), group, buffers)
                 continue
-            judged = best is not None and self.simulated >= SURE
-            if best is not None and judged:
-                better = self._judge(group, choice, best[0][0])
-                if better is None:
-                    continue
-                choice = better
-            ms = self._simulate(choice)
-            found = ((time_cell(ms), self.space.peak_bytes(choice)), ms)
-            if best is None or found < best:
-                best, chosen = found, choice
-            if found[0] > key and not judged:
-                self._undisturbed(group, group.residency)
+            judges = self._judges
+            better = self._judge(group) if judges else buffers
+            if not better:
+                continue
+            ms = self._simulate(group.choice(better))
+            found = (time_cell(ms), group.peak_bytes(better))
+            if (found, ms) < (self._best, best_ms):
+                self._best, best_ms, chosen = found, ms, group.choice(better)
+            if found[0] > key[0] and not judges:
+                self._undisturbed(group)
         return chosen
+
+    @property
+    def _judges(self) -> bool:
+        """Whether assumptions count."""
+        return self._best != NONE_YET and self.simulated >= SURE
 
     def prefer_resident(self, choice: Choice) -> Choice:
         """Return the choice that moves and recomputes nothing, where it fits and is about as fast; else ``choice``."""
@@ -229,54 +224,34 @@ class Search:
         on_host = self.space.host_bytes(choice.residency, choice.policies)
         return self.space.peak_bytes(choice) <= self.device_bytes and on_host <= self.host_bytes
 
-    def _begin(self) -> None:
-        """Wait for all residencies of each pattern of policies: only what may be best is looked at closer."""
-        self._residencies = [
-            (residency, self.bounds.shared_ms(residency, counts[-1]), counts[0])
-            for residency in self.space.residencies
-            if (counts := self.space.buffer_counts(residency))
-        ]
-        for policies in self.space.policy_patterns if self._residencies else ():
-            least = min(max(s, self.bounds.compute_ms(policies, r)) for r, s, _ in self._residencies)
-            self._wait((_bound_cell(least), 0), _Group(policies, None, least), 0)
+    def _wait(self, key: Key, group: Pattern | Group, buffers: int = 0) -> None:
+        if key < self._best:
+            heapq.heappush(self._waiting, (key, next(self._order), group, buffers))
 
-    def _split(self, policies: Policies) -> None:
-        """Replace the residencies of some policies by those that fit."""
-        for residency, shared, fewest in self._residencies:
-            least = self.space.peak_bytes(Choice(policies, residency, fewest))
-            if least <= self.device_bytes and self.space.host_bytes(residency, policies) <= self.host_bytes:
-                most = self.space.buffer_counts(residency)[-1]
-                shared = self.bounds.shared_ms(residency, most, policies)
-                ms = max(shared, self.bounds.compute_ms(policies, residency))
-                self._wait((_bound_cell(ms), least), _Group(policies, residency, ms), 0)
+    def _split(self, pattern: Pattern) -> None:
+        """Replace policies by their groups that fit."""
+        for group in self.rows.groups(pattern, self.device_bytes, self.host_bytes):
+            self._wait((_bound_cell(group.least_ms), group.peak_bytes(group.counts[0])), group)
 
-    def _wait(self, key: Key, group: _Group, buffers: int) -> None:
-        heapq.heappush(self._waiting, (key, next(self._order), group, buffers))
-
-    def _expand(self, group: _Group) -> None:
-        """Replace a group by itself under a better bound, or by its parts."""
-        if group.residency is None:
-            self._split(group.policies)
-            return
-        counts = self.space.buffer_counts(group.residency)
-        choice = Choice(group.policies, group.residency, counts[0])
+    def _expand(self, group: Group) -> None:
+        """Replace a group by itself under a better bound, or by its plans; where assumptions count, by the best."""
         if not group.bounds:
             group.bounds = 1
-            cycle = self.bounds.cycle_ms(group.policies, group.residency)
+            cycle = self.bounds.cycle_ms(group.pattern.policies, group.row.residency)
             if cycle > group.least_ms:
                 group.least_ms = group.first_ms = cycle
-                self._wait((_bound_cell(cycle), self.space.peak_bytes(choice)), group, 0)
+                self._wait((_bound_cell(cycle), group.peak_bytes(group.counts[0])), group)
                 return
+        counts = group.counts
+        if self._judges:
+            cell = _bound_cell(group.bound_ms(counts[-1]))
+            counts = counts[_first(len(counts), lambda i: _bound_cell(group.bound_ms(counts[i])) <= cell) :][:1]
         for buffers in counts:
-            leaf = dataclasses.replace(choice, buffers=buffers)
-            if self.space.peak_bytes(leaf) > self.device_bytes:
-                break
-            self._wait(self._key(group, leaf), group, buffers)
+            self._wait(self._key(group, buffers), group, buffers)
 
-    def _key(self, group: _Group, leaf: Choice) -> Key:
-        """Return the best that a leaf may be."""
-        ms = max(group.least_ms, self.bounds.shared_ms(leaf.residency, leaf.buffers, leaf.policies))
-        return _bound_cell(ms), self.space.peak_bytes(leaf)
+    def _key(self, group: Group, buffers: int) -> Key:
+        """Return the best that a plan may be."""
+        return _bound_cell(group.bound_ms(buffers)), group.peak_bytes(buffers)
 
     def _simulate(self, choice: Choice) -> float:
         """Return the time of a choice, which is simulated once."""
@@ -286,46 +261,47 @@ class Search:
             self._times[choice] = repeated_ms(jobs, self._rates)
         return self._times[choice]
 
-    @property
-    def simulated(self) -> int:
-        """How many plans were simulated."""
-        return len(self._times)
-
-    def _judge(self, group: _Group, leaf: Choice, best_cell: int) -> Choice | None:
-        """Return the choice that a group stands or falls by, once; None where it is not expected to be any better."""
+    def _judge(self, group: Group) -> int:
+        """Return the buffers that a group stands or falls by, once; 0 where it is not expected to be any better."""
         if group.judged:
-            return None
+            return 0
         group.judged = True
-        place = _where(leaf)
-        near, ratio = min(((_distance(place, each), off) for each, off in self._seen), default=(math.inf, 0.0))
-        is_near = near <= NEAR_SHARE * len(leaf.residency + leaf.policies)
-        if is_near and time_cell(group.first_ms * ratio * (1 - SAME_SHARE)) > best_cell:
-            return None
-        counts = [b for b in self.space.buffer_counts(leaf.residency) if self._fits(leaf, b)]
-        ms = self._simulate(dataclasses.replace(leaf, buffers=counts[-1]))
-        self._seen.append((place, ms / max(group.first_ms, 1e-9)))
+        best, counts = self._best[0], group.counts
+        near, ratio = min(((group.distance(each), off) for each, off in self._seen), default=(math.inf, 0.0))
+        is_near = near <= NEAR_SHARE * len(group.row.residency + group.pattern.policies)
+        if is_near and time_cell(group.first_ms * ratio * (1 - SAME_SHARE)) > best:
+            return 0
+        ms = self._simulate(group.choice(counts[-1]))
+        self._seen.append((group, ms / max(group.first_ms, 1e-9)))
         cell = time_cell(ms)
-        if cell > best_cell:
-            return None
-        few, enough = -1, len(counts) - 1
-        while enough - few > 1:
-            middle = (few + enough) // 2
-            same = time_cell(self._simulate(dataclasses.replace(leaf, buffers=counts[middle]))) <= cell
-            few, enough = (few, middle) if same else (middle, enough)
-        return dataclasses.replace(leaf, buffers=counts[enough])
+        if cell == best:  # no faster, so it must take less
+            less = math.ceil((self._best[1] - group.peak_bytes(0)) / max(group.row.buffer, 1))
+            counts = range(counts[0], min(counts[-1] + 1, less))
+            if not counts or self._cell(group, counts[-1]) > best:
+                return 0
+        elif cell > best:
+            return 0
+        return counts[_first(len(counts), lambda i: self._cell(group, counts[i]) <= cell)]
 
-    def _fits(self, leaf: Choice, buffers: int) -> bool:
-        return self.space.peak_bytes(dataclasses.replace(leaf, buffers=buffers)) <= self.device_bytes
+    def _cell(self, group: Group, buffers: int) -> int:
+        """Return the cell of a plan's time, or of its bound where the bound is past all that matters."""
+        bound = _bound_cell(group.bound_ms(buffers))
+        return bound if bound > self._best[0] else time_cell(self._simulate(group.choice(buffers)))
 
-    def _undisturbed(self, group: _Group, residency: Residencies) -> None:
+    def _undisturbed(self, group: Group) -> None:
         """Bound a group's plans by one with buffers for everything, in which nothing slows anything down."""
         if group.bounds == 2:
             return
         group.bounds = 2
-        choice = Choice(group.policies, residency, len(residency) + MIN_BUFFERS)
+        choice = group.choice(len(group.row.residency) + MIN_BUFFERS)
         shape, profile = self.space.shape, self.space.profile
         jobs = step_jobs(shape, profile, choice, lower(shape, choice), chunk_launches=False)
         group.least_ms = max(group.least_ms, undisturbed_ms(jobs))
+
+
+def _first(count: int, holds: Callable[[int], bool]) -> int:
+    """Return the first of ``count`` numbers from which on ``holds``, which it does for the last."""
+    return bisect.bisect_left(range(count - 1), True, key=holds)
 
 
 def _all_kept(choice: Choice) -> Choice:
@@ -334,76 +310,6 @@ def _all_kept(choice: Choice) -> Choice:
     return dataclasses.replace(choice, policies=tuple(keep if each == "swap" else each for each in choice.policies))
 
 
-_Place = tuple[int, int, str]
-
-
-def _where(choice: Choice) -> _Place:
-    """Return where a group lies in the space: blocks kept, chunks persistent, the residency of the others."""
-    rest = choice.residency[-1] if choice.residency else ""
-    return choice.policies.count("keep"), choice.residency.count("persistent"), rest
-
-
-def _distance(one: _Place, other: _Place) -> float:
-    return abs(one[0] - other[0]) + abs(one[1] - other[1]) if one[2] == other[2] else math.inf
-
-
 def _bound_cell(ms: float) -> int:
     """Return the cell of a bound, which rounding must not lift above the time that it bounds."""
     return time_cell(ms * (1 - 1e-9))
-
-
-# ---- where nothing fits --------------------------------------------------------------------------------------------
-
-
-def budget_error(space: PlanSpace, device_bytes: int | None, host_bytes: int | None) -> BudgetError | PlanError:
-    """Return the error for budgets in which no plan of ``space`` fits."""
-    needs = _needs(space)
-    if not needs:
-        return PlanError("plan: buffers are too few for the chunks that one call uses; give more")
-    in_host = [each for each in needs if host_bytes is None or each[1] <= host_bytes]
-    on_device = [each for each in needs if device_bytes is None or each[0] <= device_bytes]
-    name = space.shape.name
-    if on_device and host_bytes is not None:
-        needed = min(each[1] for each in on_device)
-        other = f", or memory_budget to {format_size(min(each[0] for each in in_host))}" if in_host else ""
-        return BudgetError(
-            f"host_memory_budget: {format_size(host_bytes)} is too small for what {name} has to keep on the host "
-            f"(parameters and optimizer states that the device has no room for): raise it to {format_size(needed)}"
-            f"{other}; or let other programs leave more host memory free",
-            needed,
-            "host_memory_budget",
-        )
-    assert device_bytes is not None
-    peak, _, choice = min(in_host or needs, key=lambda each: each[0])
-    prediction = simulate(space.shape, space.profile, space.plan(choice))
-    largest = sorted(prediction.device_bytes.items(), key=lambda each: -each[1])[:2]
-    parts = " and ".join(f"{kind} ({format_size(size)})" for kind, size in largest)
-    return BudgetError(
-        f"memory_budget: {format_size(device_bytes)} is too small to train {name} at this batch; the smallest that "
-        f"works is {format_size(peak)}, mostly {parts}, at its peak in the {prediction.peak_at}: "
-        f"{_advice(largest[0][0])}",
-        peak,
-    )
-
-
-def _needs(space: PlanSpace) -> list[tuple[int, int, Choice]]:
-    """Return device bytes and host bytes of every group's smallest plan."""
-    found = []
-    for residency in space.residencies:
-        counts = space.buffer_counts(residency)
-        for policies in space.policy_patterns if counts else ():
-            choice = Choice(policies, residency, counts[0])
-            found.append((space.peak_bytes(choice), space.host_bytes(residency, policies), choice))
-    return found
-
-
-ADVICE = {
-    "activations": "use a smaller batch or shorter sequences, with gradient accumulation to make up for it",
-    "inside calls": "use a smaller batch or shorter sequences: one block, or the loss, needs this much at once",
-    "inputs": "use a smaller batch",
-    "chunk buffers": "give a smaller chunk_bytes in the plan",
-}
-
-
-def _advice(kind: str) -> str:
-    return ADVICE.get(kind, "let the plan keep fewer chunks on the device, or use a larger one")

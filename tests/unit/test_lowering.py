@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from support import light, models
+from support.made_shapes import plain_hardware
 from support.prepared import Stack
 from support.shapes import Captured, captured, random_choice, random_sharding, real_operations, token_batch
 from torch import Tensor, nn
 
 from protrain_compile import PlanError
 from protrain_compile.liveness import schedule_liveness
-from protrain_compile.lowering import Choice, Op, lower
-from protrain_compile.memory_model import live_values
+from protrain_compile.lowering import Choice, Op, lower, skeleton
+from protrain_compile.memory_model import find_peak, live_values
+from protrain_compile.profile import ArtefactCost, Profile, TemplateProfile
 from protrain_compile.step_shape import StepShape
+from protrain_compile.value_peaks import ValuePeaks
 
 PLANS = 5
 
@@ -127,3 +131,19 @@ def test_too_few_buffers() -> None:
     shape = case("stack").shape
     with pytest.raises(PlanError, match="buffers=0"):
         lower(shape, Choice(("keep",) * 5, ("offloaded",) * 7, 0))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_peaks_are_those_of_the_memory_model(name: str) -> None:
+    """Whatever is recomputed: snapshots, frozen chunks and values that many segments share included."""
+    shape, draw = case(name).shape, random.Random(name)
+    costs = {role: ArtefactCost(1.0, draw.randrange(10**6)) for role in ("forward", "recompute", "backward")}
+    templates = 1 + max(segment.template for segment in shape.segments)
+    profile = Profile(plain_hardware(), (TemplateProfile(costs),) * templates)
+    peaks = ValuePeaks(shape, profile)
+    for _ in range(PLANS):
+        policies: Any = tuple(draw.choice(("keep", "recompute")) for _ in shape.block_names)
+        resident: Any = ("persistent",) * len(shape.chunks)
+        choice = Choice(policies, resident, 3)
+        found = find_peak(shape, profile, choice, skeleton(shape, policies, resident))
+        assert peaks.bytes_of(policies) == found.bytes

@@ -1,0 +1,140 @@
+"""The plan space as the search goes through it: figures of policies and of residencies, each computed once.
+
+The figures of a plan are sums of its policies' and its residency's, so that one which cannot be best costs the search a
+few additions and is never spelled out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from protrain_compile.lowering import Choice
+from protrain_compile.plan_space import PlanSpace, Policies, Residencies
+from protrain_compile.time_bounds import TimeBounds
+
+
+class Row:
+    """A residency.
+
+    Attributes:
+        residency: Per chunk.
+        counts: The numbers of buffers to choose from.
+        standing: Device bytes that are always taken, buffers apart.
+        buffer: Device bytes of a buffer.
+        host: Host bytes of chunks.
+        persistent: How many chunks are persistent.
+        rest: What the last chunk is.
+        late: What ``PlanSpace.values_of`` asks for.
+        own_updates_ms: Compute that depends on the residency.
+    """
+
+    def __init__(self, space: PlanSpace, bounds: TimeBounds, residency: Residencies) -> None:
+        self.residency = residency
+        self.counts = space.buffer_counts(residency)
+        self.standing = space.standing_bytes(residency)
+        self.buffer = space.buffer_bytes(residency)
+        self.host = space.host_bytes(residency, ())
+        self.persistent = residency.count("persistent")
+        self.rest = residency[-1] if residency else ""
+        self.late = space.late_of(residency)
+        self.own_updates_ms = bounds.own_updates_ms(residency)
+        self.shared_ms = functools.cache(functools.partial(bounds.shared_ms, residency))
+
+    def fitting(self, room: float) -> range:
+        """Return the numbers of buffers that ``room`` bytes are enough for."""
+        first, last = self.counts[0], self.counts[-1]
+        if self.buffer and room < last * self.buffer:
+            last = math.floor(room / self.buffer)
+        return range(first, last + 1) if room >= 0 else range(0)
+
+
+class Pattern:
+    """Policies.
+
+    Attributes:
+        policies: Per block.
+        host: Host bytes of what they swap.
+        calls_ms: Compute that depends on them.
+        kept: How many blocks are kept.
+    """
+
+    def __init__(self, space: PlanSpace, bounds: TimeBounds, policies: Policies) -> None:
+        self.policies = policies
+        self.host = space.swapped_bytes(policies)
+        self.calls_ms = bounds.calls(policies)[2]
+        self.kept = policies.count("keep")
+        self.swapped = policies if self.host else ()
+        self.values = functools.partial(space.values_of, policies)
+
+
+@dataclasses.dataclass
+class Group:
+    """Plans that differ in buffers alone.
+
+    Attributes:
+        pattern: Their policies.
+        row: Their residency.
+        values: Bytes of values at their peak.
+        counts: The numbers of buffers that fit.
+        least_ms: A bound on the time of all of them.
+        bounds: How many kinds of bounds were taken.
+        judged: Whether it was decided under assumptions.
+    """
+
+    pattern: Pattern
+    row: Row
+    values: int
+    counts: range
+    least_ms: float
+    bounds: int = 0
+    judged: bool = False
+
+    def __post_init__(self) -> None:
+        """Remember the bound that neighbours are compared by."""
+        self.first_ms = self.least_ms
+
+    def choice(self, buffers: int) -> Choice:
+        """Return the plan with so many buffers."""
+        return Choice(self.pattern.policies, self.row.residency, buffers)
+
+    def peak_bytes(self, buffers: int) -> int:
+        """Return its most device memory."""
+        return self.row.standing + buffers * self.row.buffer + self.values
+
+    def bound_ms(self, buffers: int) -> float:
+        """Return a bound on its time."""
+        return max(self.least_ms, self.row.shared_ms(buffers, self.pattern.swapped))
+
+    def distance(self, other: Group) -> float:
+        """Return how far away another group is: in blocks and chunks that differ."""
+        if self.row.rest != other.row.rest:
+            return math.inf
+        return abs(self.pattern.kept - other.pattern.kept) + abs(self.row.persistent - other.row.persistent)
+
+
+class PlanRows:
+    """The rows and patterns of a plan space."""
+
+    def __init__(self, space: PlanSpace, bounds: TimeBounds) -> None:
+        usable = [residency for residency in space.residencies if space.buffer_counts(residency)]
+        self.rows = [Row(space, bounds, residency) for residency in usable]
+        self.patterns = [Pattern(space, bounds, policies) for policies in space.policy_patterns] if usable else []
+
+    def least_ms(self, pattern: Pattern) -> float:
+        """Return a bound on the time of all plans with some policies."""
+        ms = pattern.calls_ms
+        return min(max(row.shared_ms(row.counts[-1], ()), ms + row.own_updates_ms) for row in self.rows)
+
+    def groups(self, pattern: Pattern, device_bytes: float, host_bytes: float) -> list[Group]:
+        """Return the groups with some policies in which a plan fits."""
+        found = []
+        for row in self.rows:
+            values = pattern.values(row.late)
+            counts = row.fitting(device_bytes - row.standing - values)
+            if not counts or row.host + pattern.host > host_bytes:
+                continue
+            ms = max(row.shared_ms(counts[-1], pattern.swapped), pattern.calls_ms + row.own_updates_ms)
+            found.append(Group(pattern, row, values, counts, ms))
+        return found
