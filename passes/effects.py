@@ -375,10 +375,11 @@ def _release_swapped(call: Call, ledger: Ledger) -> Steps:
 
 
 def _reload(call: Call, ledger: Ledger) -> Steps:
+    """The memory that the values come back to was used by what compute did before."""
     segment = int(call.arguments["segment"])
-    allocated = Step("compute", records=(Event("allocated", segment),))
-    waits = (Event("allocated", segment), Event("swapped", segment))
     memory = () if call.result is None else (call.result,)
+    allocated = Step("compute", writes=memory, records=(Event("allocated", segment),))
+    waits = (Event("allocated", segment), Event("swapped", segment))
     return (allocated, Step("h2d", waits, call.inputs, memory, (Event("reloaded", segment),)))
 
 

@@ -118,7 +118,7 @@ class SwapSpace:
         if place is None:
             return swapped
         weakref.finalize(swapped, self._returned.append, place).atexit = False
-        sources = [_collect(bundle, layout.pieces, values) for bundle in layout.bundles]
+        sources = [self._collect(bundle, layout.pieces, values) for bundle in layout.bundles]
         self._leaving[number] = (place.left, sources)
         self.streams.record(place.made, "compute")
         self.streams.wait(place.made, "d2h")
@@ -138,8 +138,7 @@ class SwapSpace:
     def reload(self, swapped: Swapped) -> Reloaded:
         """See :meth:`protrain_compile.ops.SwapOperations.reload`."""
         layout, place = swapped.layout, swapped.place
-        device = self.streams.device
-        flats = [torch.empty(bundle.size_bytes, dtype=torch.uint8, device=device) for bundle in layout.bundles]
+        flats = [self._room(bundle) for bundle in layout.bundles]
         arrived = self.streams.event()
         reloaded = Reloaded(next(self._numbers), layout, flats, arrived)
         if place is None:
@@ -161,7 +160,7 @@ class SwapSpace:
             del self._arriving[reloaded.number]
             self.streams.wait(reloaded.arrived, "compute")
         flats, reloaded.bundles = reloaded.bundles, []
-        return _rebuild(reloaded.layout, flats, self.streams.device)
+        return self._rebuild(reloaded.layout, flats)
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -260,6 +259,35 @@ class SwapSpace:
         self._slabs.remove(place.slab)
         place.slab.close()
 
+    # ---- on the device -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _collect(bundle: Bundle, pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the bytes of a bundle on the device: where they lie if it is one piece, else a staging buffer."""
+        views = [_storage_bytes(values[pieces[i].source], pieces[i]) for i in bundle.pieces]
+        if not bundle.staged:
+            return views[0]
+        staging = torch.empty(bundle.size_bytes, dtype=torch.uint8, device=views[0].device)
+        places = [staging[pieces[i].offset : pieces[i].offset + pieces[i].size_bytes] for i in bundle.pieces]
+        torch._foreach_copy_(places, views)
+        return staging
+
+    def _room(self, bundle: Bundle) -> torch.Tensor:
+        """Return new device memory for a bundle."""
+        return torch.empty(bundle.size_bytes, dtype=torch.uint8, device=self.streams.device)
+
+    def _rebuild(self, layout: SwapLayout, flats: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the values as views of the bundles' memory."""
+        device = self.streams.device
+        return tuple(
+            torch.empty_strided(placed.shape, placed.stride, dtype=placed.dtype, device=device)
+            if placed.bundle < 0
+            else torch.empty(0, dtype=placed.dtype, device=device).set_(
+                flats[placed.bundle].untyped_storage(), placed.offset, placed.shape, placed.stride
+            )
+            for placed in layout.values
+        )
+
 
 def make_swap_space(device: torch.device) -> SwapSpace:
     """Return a space of its own for a model on ``device`` that is not prepared."""
@@ -270,26 +298,3 @@ def _storage_bytes(value: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return a piece of the storage behind ``value`` as bytes."""
     flat = torch.empty(0, dtype=torch.uint8, device=value.device)
     return flat.set_(value.untyped_storage(), piece.start, (piece.size_bytes,), (1,))
-
-
-def _collect(bundle: Bundle, pieces: Sequence[Piece], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of a bundle on the device: where they lie if it is one piece, else a staging buffer."""
-    views = [_storage_bytes(values[pieces[i].source], pieces[i]) for i in bundle.pieces]
-    if not bundle.staged:
-        return views[0]
-    staging = torch.empty(bundle.size_bytes, dtype=torch.uint8, device=views[0].device)
-    places = [staging[pieces[i].offset : pieces[i].offset + pieces[i].size_bytes] for i in bundle.pieces]
-    torch._foreach_copy_(places, views)
-    return staging
-
-
-def _rebuild(layout: SwapLayout, flats: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return the values as views of the bundles' memory."""
-    return tuple(
-        torch.empty_strided(placed.shape, placed.stride, dtype=placed.dtype, device=device)
-        if placed.bundle < 0
-        else torch.empty(0, dtype=placed.dtype, device=device).set_(
-            flats[placed.bundle].untyped_storage(), placed.offset, placed.shape, placed.stride
-        )
-        for placed in layout.values
-    )

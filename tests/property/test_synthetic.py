@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from support.interleave import execute, orders
 from support.schedules import take_tour
-from support.symbolic import SymbolicRuntime
+from support.symbolic_runtime import SymbolicRuntime
 from support.synthetic import Eager, Synthetic, draw
 from support.volume import Volume
 

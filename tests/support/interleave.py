@@ -12,7 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from support.symbolic import Memory, Result, SymbolicRuntime, Trace
+from support.symbolic import Memory, Result, Trace
+from support.symbolic_runtime import SymbolicRuntime
 
 STREAMS = ("caller", "compute", "h2d", "d2h", "host")
 

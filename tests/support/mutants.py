@@ -1,8 +1,9 @@
 """Schedules with one fault each, and whether it does harm: decided by running them, not by rules.
 
 A mutant is run on the real residency with symbols for values (``symbolic``), along the verifier's tours, in every order
-that matters (``interleave``). It is harmful if anything that a user sees differs from what the right schedule gives, if
-the residency raises, or if a ``wait`` has to fetch a chunk that the right schedule has brought in time.
+that matters (``interleave``). It is harmful if anything that a user sees (results, parameters, norms for clipping)
+differs from what the right schedule gives, if the runtime raises, if a ``wait`` has to fetch a chunk that the right
+schedule has brought in time, or if swapped values go on holding device memory.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import Literal
 
 from support.interleave import results
 from support.schedules import find, take_tour
-from support.symbolic import SymbolicRuntime
+from support.symbolic_runtime import SymbolicRuntime
 from torch import fx
 
 from passes.tours import Between, Tour, forward, tours_of
 from protrain_compile import ops
 from protrain_compile.schedule import Schedule, operation_of
 
-MOVING = (ops.wait, ops.release, ops.offload, ops.update, ops.prefetch, ops.collect)
+SWAPPING = (ops.swap_out, ops.release_swapped, ops.reload, ops.wait_reload)
+MOVING = (ops.wait, ops.release, ops.offload, ops.update, ops.prefetch, ops.collect, *SWAPPING)
 Change = Literal["deleted", "repeated", "earlier", "later"]
 
 
@@ -60,8 +62,12 @@ WAITS = {
     ops.collect: ("arrival", "left"),
     ops.offload: ("read", "emptied"),
     ops.update: ("landed",),
+    ops.swap_out: ("computed", "slab"),
+    ops.release_swapped: ("swapped",),
+    ops.reload: ("allocated", "swapped"),
+    ops.wait_reload: ("reloaded",),
 }
-"""The kinds of events that an operation on a chunk buffer waits for."""
+"""The kinds of events that an operation waits for."""
 
 
 def dropped_waits_of(schedule: Schedule) -> Iterator[DroppedWait]:
@@ -74,12 +80,12 @@ def dropped_waits_of(schedule: Schedule) -> Iterator[DroppedWait]:
 
 
 def mutants_of(schedule: Schedule) -> Iterator[Mutant]:
-    """Yield every mutant of a schedule; a wait cannot be deleted, as its views are read: see ``DroppedWait``."""
+    """Yield every mutant of a schedule; what others read cannot be deleted: see ``DroppedWait``."""
     for name, module in schedule.graphs.items():
         for node in module.graph.nodes:
             if node.target not in MOVING:
                 continue
-            if node.target is not ops.wait:
+            if not node.users:
                 yield Mutant(name, node.name, "deleted")
             yield Mutant(name, node.name, "repeated")
             if neighbour(node, -1) is not None:
@@ -147,6 +153,7 @@ class Judge:
             found = set(results(runtime, seeds=seeds))
             assert len(found) == 1, "the right schedule's results depend on the streams' pace"
             trip.expected, trip.misses = found.pop(), runtime.residency.counters.misses
+            assert not runtime.swap.held
 
     def harm_of(self, mutant: Mutant | DroppedWait) -> str:
         """Return what a fault does; empty if nothing."""
@@ -163,6 +170,8 @@ class Judge:
             return f"raises {type(error).__name__}"
         if runtime.residency.counters.misses > trip.misses:
             return "fetches on demand"
+        if runtime.swap.held:
+            return "holds device memory"
         if dropped is not None:
             _drop(schedule, runtime, dropped)
         wrong = any(found != trip.expected for found in results(runtime, seeds=self.seeds))
@@ -179,7 +188,7 @@ class _Trip:
 
     def run(self, schedule: Schedule) -> SymbolicRuntime:
         assert schedule.chunks is not None
-        runtime = SymbolicRuntime(schedule.chunks, self.tour.landings)
+        runtime = SymbolicRuntime(schedule.chunks, self.tour.landings, clips=True)
         take_tour(runtime, schedule, self.tour)
         return runtime
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from support.compare import compile_model
 from support.prepared import Block
-from support.symbolic import Run, SymbolicRuntime
+from support.symbolic_runtime import Run, SymbolicRuntime
 from torch import fx, nn
 
 import protrain_compile
@@ -74,6 +74,12 @@ def mixed_schedule() -> Schedule:
     return prepared_schedule(Blocks(), MIXED, policies=("recompute", "keep") * 3)
 
 
+@functools.cache
+def swapped_schedule() -> Schedule:
+    """Return a schedule of six blocks under every policy, with chunks of every residency; not to be changed."""
+    return prepared_schedule(Blocks(), MIXED, policies=("swap", "recompute", "keep") * 2)
+
+
 def changed(schedule: Schedule) -> Schedule:
     """Return a copy of a schedule whose graphs a test may change."""
     return dataclasses.replace(schedule, graphs={name: copy.deepcopy(g) for name, g in schedule.graphs.items()})
@@ -88,11 +94,14 @@ def take_tour(runtime: SymbolicRuntime, schedule: Schedule, tour: Tour) -> None:
         "updates of others": lambda first: runtime.updates_of_others(),
     }
     runs: dict[int, Run] = {}
-    for stop in tour.stops:
+    last = {stop: number for number, stop in enumerate(tour.stops)}
+    for number, stop in enumerate(tour.stops):
         if not isinstance(stop, Visit):
             others[stop.kind](stop.first)
         elif stop.graph == "backward":
             runtime.backward(schedule, runs[stop.run], stop.mode)
+            if last[stop] == number:
+                runs[stop.run].kept.clear()  # its context dies
         else:
             runs[stop.run] = runtime.forward(schedule, stop.graph)
 

@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 from support.mutants import DroppedWait, Judge, Mutant, dropped_waits_of, is_malformed, mutants_of, neighbour
-from support.schedules import find, mixed_schedule
+from support.schedules import find, swapped_schedule
 from torch import fx
 
 from passes.chunk_views import schedule_operations
@@ -23,7 +23,7 @@ from protrain_compile.schedule import Schedule
 
 @pytest.fixture(scope="module")
 def judge() -> Judge:
-    return Judge(mixed_schedule())
+    return Judge(swapped_schedule())
 
 
 def is_found(schedule: Schedule) -> bool:
@@ -44,17 +44,17 @@ REPEATS = {
     ops.wait: "the chunk has arrived already",
     ops.release: "marks the same point of the compute stream again",
     ops.collect: "writes the same gradients to the same place",
+    ops.release_swapped: "the copy has been waited for already",
 }
 """Why an operation may come twice without harm."""
-REFUSED = (ops.release, ops.collect)
-"""What the verifier wants once all the same: a stay ends once, a gradient is reduced once."""
+REFUSED = (ops.release, ops.collect, ops.release_swapped)
+"""What the verifier wants once all the same: a stay ends once, a gradient is reduced once, values are released once."""
 
 
 def why_harmless(mutant: Mutant, schedule: Schedule) -> str:
     """Return the rule by which a mutant does no harm; empty if none says so."""
     node = mutant.original(schedule)
-    assert schedule.chunks is not None
-    own_buffer = schedule.chunks.residency[int(str(node.kwargs["chunk"]))] == "split"
+    own_buffer = uses_own_buffer(node, schedule)
     if mutant.change == "repeated":
         persistent_collect = node.target is ops.collect and "buffer" not in node.kwargs
         return "" if persistent_collect else REPEATS.get(node.target, "")  # type: ignore[arg-type]
@@ -63,16 +63,32 @@ def why_harmless(mutant: Mutant, schedule: Schedule) -> str:
     if mutant.change in ("earlier", "later"):
         other = neighbour(node, -1 if mutant.change == "earlier" else 1)
         if other is not None and are_independent(schedule, mutant.graph, node, other):
-            return "moved past an operation on other chunks and buffers"
+            return "moved past an operation on other chunks, buffers and values"
     return ""
 
 
+def uses_own_buffer(node: fx.Node, schedule: Schedule) -> bool:
+    """Whether an operation is on a chunk that has a buffer of its own."""
+    assert schedule.chunks is not None
+    return "chunk" in node.kwargs and schedule.chunks.residency[int(str(node.kwargs["chunk"]))] == "split"
+
+
 def are_independent(schedule: Schedule, graph: str, node: fx.Node, other: fx.Node) -> bool:
-    """Whether two operations share no chunk and no buffer."""
-    chunk, buffer = node.kwargs["chunk"], node.kwargs.get("buffer")
-    operation = next(each for each in schedule_operations(schedule)[graph] if each.node is other)
-    chunks = {access.content.key for access in operation.call.inputs} | {other.kwargs.get("chunk")}
-    return chunk not in chunks and (buffer is None or other.kwargs.get("buffer") != buffer) and other not in node.users
+    """Whether two operations share no chunk, no buffer and no value; nor are items of ``node`` taken in between."""
+    if any(user < other or user is other for user in node.users):
+        return False
+    here, there = (used_by(schedule, graph, each) for each in (node, other))
+    return not here & there
+
+
+def used_by(schedule: Schedule, graph: str, node: fx.Node) -> set[object]:
+    """Return what an operation works on: chunks, buffers, values."""
+    call = next(each.call for each in schedule_operations(schedule)[graph] if each.node is node)
+    accesses = [each for each in (*call.inputs, call.result) if each is not None]
+    values = {each.resource for each in accesses if each.resource.kind == "value"}
+    chunks = {("chunk", each.content.key) for each in accesses if each.resource.kind != "value"}
+    named = {(key, node.kwargs[key]) for key in ("chunk", "buffer") if node.kwargs.get(key) is not None}
+    return values | chunks | named
 
 
 def test_every_harmful_mutant_is_found_and_every_other_is_explained(judge: Judge) -> None:
@@ -117,18 +133,27 @@ def is_missed(schedule: Schedule, dropped: DroppedWait) -> bool:
     return False
 
 
+WHY_SWAPPED = {
+    ops.swap_out: {"slab": "whoever had the slab gave it back behind the wait for its values' return"},
+    ops.release_swapped: {},
+    ops.reload: {"swapped": "the memory is allocated behind the release in the forward, which waited for the copy"},
+    ops.wait_reload: {},
+}
+"""Why a wait of an operation on swapped values does no harm when it is left out."""
+
+
 def why_not_missed(dropped: DroppedWait, schedule: Schedule) -> str:
     """Return the rule by which a wait that is left out does no harm; empty if none says so."""
     node = find(schedule, dropped.graph, dropped.node)
-    assert schedule.chunks is not None
-    chunk = int(str(node.kwargs["chunk"]))
+    if node.target in WHY_SWAPPED:
+        return WHY_SWAPPED[node.target].get(dropped.event, "")  # type: ignore[index]
     in_buffer = [each for each in node.graph.nodes if each.kwargs.get("buffer") == node.kwargs.get("buffer")]
     before = in_buffer[: in_buffer.index(node)] if "buffer" in node.kwargs else []
     if node.target is ops.collect and before and before[-1].target is ops.wait:
         return "the chunk's own wait came first, for a fetch that waited for what had left"
     if node.target is not ops.prefetch:
         return ""
-    if dropped.event != "updated" and schedule.chunks.residency[chunk] == "split":
+    if dropped.event != "updated" and uses_own_buffer(node, schedule):
         return "a split chunk's own buffer is filled anew only after its update, which follows an offload from it"
     if dropped.event == "read" and before and before[-1].target is ops.offload:
         return "the gradients left the buffer behind its last reader"

@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.schedules import MIXED, Blocks, mixed_schedule, prepared_model, prepared_schedule, take_tour
-from support.symbolic import SymbolicRuntime
+from support.schedules import (
+    MIXED,
+    Blocks,
+    mixed_schedule,
+    prepared_model,
+    prepared_schedule,
+    swapped_schedule,
+    take_tour,
+)
+from support.symbolic_runtime import SymbolicRuntime
 
 import protrain_compile
 from passes.chunk_views import schedule_operations
@@ -19,6 +27,9 @@ from passes.effects import EFFECTS, Ledger, Step
 from passes.tours import STEP, Tour, backward, forward, issued_steps, tours_of
 from protrain_compile import ops
 from protrain_compile.schedule import Schedule
+
+PRIVATE = ("value", "staging", "room", "slab")
+"""Memory that the runtime allocates as it goes; the table names the values in it."""
 
 
 @dataclasses.dataclass
@@ -79,9 +90,9 @@ def of_runtime(schedule: Schedule, tour: Tour) -> list[Issue]:
         if each.node is not before:
             issues.begin("between graphs" if each.node is None else each.node.name)
             before = each.node
-        if each.after is not None:
+        if each.after is not None and each.event != "slab":
             issues.wait(each.stream, reached[each.after])
-        shared = [[name for name in names if name[0] != "value"] for names in (each.reads, each.writes)]
+        shared = [[name for name in names if name[0] not in PRIVATE] for names in (each.reads, each.writes)]
         issues.access(each.stream, *shared)
         reached.append((each.stream, issues.counts[each.stream]))
     issues.end()
@@ -127,6 +138,14 @@ def test_a_mixed_schedule() -> None:
     check(schedule, tours_of(schedule.graphs))
     used = {node.target for module in schedule.graphs.values() for node in module.graph.nodes}
     assert {ops.bind, ops.prefetch, ops.wait, ops.release, ops.collect, ops.offload, ops.update} <= used
+
+
+def test_swapped_values() -> None:
+    """Their slabs are the runtime's own affair: the table gives every run slabs of its own."""
+    schedule = swapped_schedule()
+    check(schedule, tours_of(schedule.graphs))
+    used = {node.target for module in schedule.graphs.values() for node in module.graph.nodes}
+    assert {ops.swap_out, ops.release_swapped, ops.reload, ops.wait_reload} <= used
 
 
 @pytest.mark.parametrize("shape", ["tied", "frozen", "head"])

@@ -119,6 +119,11 @@ WAITS = [
         r"release_swapped \(forward, block 0\): writes .* may still be read by swap_out",
     ),
     (
+        ops.reload,
+        "allocated",
+        r"reload\w* \(backward, block 2\): writes .*, which may still be written by reload",
+    ),
+    (
         ops.wait_reload,
         "reloaded",
         r"t1_backward\w* \(backward, block 2\): reads .* may still be written by reload",
