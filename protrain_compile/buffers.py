@@ -12,6 +12,7 @@ The pass ``place`` writes schedules with it, and ``lowering`` predicts them.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -86,46 +87,51 @@ class _Placement:
     entry: Mapping[int, int]
 
     def run(self) -> tuple[list[Placing], Contents]:
+        uses = _uses(self.stays)
+        self.never = len(self.stays)
         self.contents = dict(self.entry)
         self.last_stay: dict[int, int] = {}
-        self.uses = _uses(self.stays)
+        self.ends = [-1] * self.buffers
+        self.next_use = [self._first_use(uses, self.contents.get(buffer)) for buffer in range(self.buffers)]
         placed = []
         for number, stay in enumerate(self.stays):
-            buffer = self._buffer(number, stay)
+            buffer = own_buffer(self.buffers, stay.chunk) if stay.chunk in self.split else self._free_buffer(stay)
             fetched = stay.needs_parameters and self.contents.get(buffer) != stay.chunk
             placed.append(Placing(buffer, fetched, self.last_stay.get(buffer, -1)))
             self.last_stay[buffer] = number
             self.contents.pop(buffer, None)
             if stay.keeps_content:
                 self.contents[buffer] = stay.chunk
+            if stay.needs_parameters:
+                uses[stay.chunk].popleft()
+            if buffer < self.buffers:
+                self.ends[buffer] = stay.end
+                self.next_use[buffer] = self._first_use(uses, self.contents.get(buffer))
         return placed, self.contents
 
-    def _buffer(self, number: int, stay: Stay) -> int:
-        if stay.chunk in self.split:
-            return own_buffer(self.buffers, stay.chunk)
-        ends = [self._free_since(buffer) for buffer in range(self.buffers)]
-        free = [buffer for buffer, end in enumerate(ends) if end < stay.begin]
-        for buffer in free:
+    def _free_buffer(self, stay: Stay) -> int:
+        found, latest, since = -1, -1, 0
+        for buffer, (end, use) in enumerate(zip(self.ends, self.next_use, strict=True)):
+            if end >= stay.begin:
+                continue
             if self.contents.get(buffer) == stay.chunk:
                 return buffer
-        if not free:
+            if use > latest or (use == latest and end < since):
+                found, latest, since = buffer, use, end
+        if found < 0:
             raise PlanError(f"plan: buffers={self.buffers} are too few: one call uses chunks of that many; give more")
-        return max(free, key=lambda b: (self._next_use(number, b), -ends[b], -b))
+        return found
 
-    def _free_since(self, buffer: int) -> int:
-        return self.stays[self.last_stay[buffer]].end if buffer in self.last_stay else -1
-
-    def _next_use(self, number: int, buffer: int) -> int:
-        """Return the number of the stay that needs a buffer's content next; past the end if none does."""
-        content = self.contents.get(buffer)
-        later = (use for use in self.uses.get(content, ()) if use > number) if content is not None else iter(())
-        return next(later, len(self.stays))
+    def _first_use(self, uses: Mapping[int, deque[int]], chunk: int | None) -> int:
+        """Return the number of the first stay still to come that needs a chunk's parameters; past the end if none."""
+        coming = uses.get(chunk) if chunk is not None else None
+        return coming[0] if coming else self.never
 
 
-def _uses(stays: Sequence[Stay]) -> dict[int, list[int]]:
+def _uses(stays: Sequence[Stay]) -> dict[int, deque[int]]:
     """Return, for every chunk, the stays that need its parameters."""
-    found: dict[int, list[int]] = {}
+    found: dict[int, deque[int]] = {}
     for number, stay in enumerate(stays):
         if stay.needs_parameters:
-            found.setdefault(stay.chunk, []).append(number)
+            found.setdefault(stay.chunk, deque()).append(number)
     return found

@@ -234,15 +234,19 @@ def _serve(calls: Sequence[_Call], stays: Sequence[bool]) -> dict[int, int]:
     """
     ends: dict[int, int] = {}
     stretches: list[list[int]] = []
+    bound: dict[int, list[int]] = {}
     current: dict[int, list[int]] = {}
     for number, call in enumerate(calls):
+        served = {}
         for chunk in call.chunks:
-            if chunk not in current:
-                current[chunk] = [chunk, number, number]
-                stretches.append(current[chunk])
-            current[chunk][2] = number
-        if not all(stays[chunk] for chunk in call.chunks):
-            current = {c: each for c, each in current.items() if c in call.chunks or stays[c]}
+            known = bound if stays[chunk] else current
+            if chunk not in known:
+                known[chunk] = [chunk, number, number]
+                stretches.append(known[chunk])
+            known[chunk][2] = number
+            if not stays[chunk]:
+                served[chunk] = known[chunk]
+        current = served or current
     for chunk, first, last in stretches:
         if stays[chunk]:
             calls[first].before.append(Op("bind", chunk=chunk))
@@ -316,7 +320,8 @@ def _place(ops: Sequence[Op], shape: StepShape, choice: Choice, entry: Contents)
     behind: dict[int, Op] = {}
     for stay, placing, positions in zip(stays, placed, members, strict=True):
         for position in positions:
-            written[position] = ops[position]._replace(buffer=placing.buffer)
+            name, segment, chunk, _ = ops[position]
+            written[position] = Op(name, segment, chunk, placing.buffer)
         if not placing.fetched:
             continue
         prefetch = Op("prefetch", chunk=stay.chunk, buffer=placing.buffer)

@@ -23,11 +23,11 @@ read, and either waits for the device), and with clipping it waits for the gradi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from protrain_compile.collective_times import CollectiveTimes
-from protrain_compile.lowering import Choice, Lowered, Op, recomputed_segments
+from protrain_compile.lowering import Choice, Lowered, recomputed_segments
 from protrain_compile.profile import Format, HardwareProfile, LinkRate, Profile, Role
 from protrain_compile.step_shape import ChunkShape, StepShape
 from protrain_compile.swapped_lives import moved_bytes, swap_plan
@@ -110,6 +110,7 @@ class Durations:
         self._passes = COLLECT_PASSES + (shape.clips and shape.world.size == 1)
         self._collectives = CollectiveTimes(hardware, shape.world) if shape.world.size > 1 else None
         self._micro_batches = shape.micro_batches
+        self._host_rates: dict[Format, float] = {}
 
     @staticmethod
     def copy(size_bytes: int, link: LinkRate) -> float:
@@ -142,7 +143,10 @@ class Durations:
 
     def host_update(self, chunk: ChunkShape) -> float:
         """Return the time of an update on the host."""
-        return chunk.numel / self.hardware.host_update(chunk.format, self._threads).gparams_per_s / 1e6
+        if chunk.format not in self._host_rates:
+            rate = self.hardware.host_update(chunk.format, self._threads)
+            self._host_rates[chunk.format] = rate.gparams_per_s
+        return chunk.numel / self._host_rates[chunk.format] / 1e6
 
     def device_update(self, chunk: ChunkShape) -> float:
         """Return the time of an update on the device."""
@@ -178,7 +182,7 @@ class _Writer:
         self.swaps = swap_plan(shape, choice.policies, recomputed_segments(shape, choice.policies))
         self.swapped: dict[int, Ref] = {}
         self.reloaded: dict[int, Ref] = {}
-        self.jobs: list[tuple[int, float, list[Ref | _Wanted | None], float, Ref | None]] = []
+        self.jobs: list[tuple[int, float, list[Ref | _Wanted], float, Ref | None]] = []
         self.job_of: list[int] = []
         self.last_compute: Ref = (-1, -1)
         self.held_before = dict(holder or {})
@@ -193,7 +197,8 @@ class _Writer:
         self.reduced: dict[int, Ref] = {}
         self.shards: dict[int, int] = {}
         self.is_shared = shape.world.size > 1
-        self._awaited: list[Ref | _Wanted | None] = []
+        self._awaited: list[Ref | _Wanted] = []
+        self._launch_ms = profile.hardware.launch_us / 1e3
         self._launched_ms = 0.0
         self._since: Ref | None = None
         self._pending: list[int] = []
@@ -201,17 +206,14 @@ class _Writer:
     def finished_jobs(self) -> tuple[Job, ...]:
         """Return the jobs, each reference to the step before filled in."""
         last = (self.last_compute[0], -1)
-        return tuple(
-            Job(stream, ms, self._resolved(after), launched, last if since is None else since)
-            for stream, ms, after, launched, since in self.jobs
-        )
-
-    def _resolved(self, after: Sequence[Ref | _Wanted | None]) -> tuple[Ref, ...]:
-        found: list[Ref] = []
-        for each in after:
-            ref = self._before(*each) if each is not None and isinstance(each[0], str) else each
-            if ref is not None and ref[0] >= 0 and ref not in found:
-                found.append(ref)
+        found = []
+        for stream, ms, after, launched, since in self.jobs:
+            refs: dict[Ref, None] = {}
+            for each in after:
+                ref = self._before(*each) if isinstance(each[0], str) else each
+                if ref is not None and ref[0] >= 0:
+                    refs[ref] = None
+            found.append(Job(stream, ms, tuple(refs), launched, last if since is None else since))
         return tuple(found)
 
     def _before(self, name: str, key: int) -> Ref | None:
@@ -227,19 +229,15 @@ class _Writer:
 
     def write(self, lowered: Lowered) -> None:
         """Write the jobs of a step."""
-        for op in (*lowered.forward, *lowered.backward):
+        carries_out = self._carries_out()
+        for op, segment, chunk, buffer in (*lowered.forward, *lowered.backward):
             before = len(self.jobs)
-            if op.op in SWAP_LAUNCHES:
-                self._launch(SWAP_LAUNCHES[op.op])
-                getattr(self, f"_{op.op}")(op.segment)
-            elif op.segment >= 0:
-                self._call(op)
-            elif op.op in CHUNK_LAUNCHES:
-                self._launch(CHUNK_LAUNCHES[op.op] * self.chunk_launches)
-                getattr(self, f"_{op.op}")(op.chunk, op.buffer)
-            elif self.is_shared and op.op in RANK_LAUNCHES:
-                self._launch(RANK_LAUNCHES[op.op] * self.chunk_launches)
-                getattr(self, f"_{op.op}")(op.chunk, op.buffer)
+            if op in carries_out:
+                launches, job = carries_out[op]
+                self._launch(launches)
+                job(chunk, buffer) if segment < 0 else job(segment)
+            elif segment >= 0:
+                self._call(op, segment)
             self.job_of.append(before if len(self.jobs) > before else -1)
         if self._pending:
             if self.shape.clips:
@@ -248,20 +246,26 @@ class _Writer:
                 self._launch(CHUNK_LAUNCHES["update"] * self.chunk_launches)
                 self._apply(chunk)
 
-    def _launch(self, calls: int) -> None:
-        self._launched_ms += calls * self.profile.hardware.launch_us / 1e3
+    def _carries_out(self) -> dict[str, tuple[int, Callable[..., None]]]:
+        """Return launches and writer of every operation that is no call."""
+        on_chunks = CHUNK_LAUNCHES | (RANK_LAUNCHES if self.is_shared else {})
+        launches = {name: each * self.chunk_launches for name, each in on_chunks.items()} | SWAP_LAUNCHES
+        return {name: (each, getattr(self, f"_{name}")) for name, each in launches.items()}
 
-    def _add(self, stream: int, ms: float, after: list[Ref | _Wanted | None]) -> Ref:
+    def _launch(self, calls: int) -> None:
+        self._launched_ms += calls * self._launch_ms
+
+    def _add(self, stream: int, ms: float, after: list[Ref | _Wanted]) -> Ref:
         self.jobs.append((stream, ms, after, self._launched_ms, self._since))
         return (len(self.jobs) - 1, 0)
 
-    def _compute(self, ms: float, after: list[Ref | _Wanted | None]) -> None:
+    def _compute(self, ms: float, after: list[Ref | _Wanted]) -> None:
         self.last_compute = self._add(COMPUTE, ms, [*self._awaited, *after])
         self._awaited = []
 
-    def _call(self, op: Op) -> None:
-        parts = self.profile.templates[self.shape.segments[op.segment].template].parts
-        cost = parts.get(cast("Role", op.op))
+    def _call(self, role: str, segment: int) -> None:
+        parts = self.profile.templates[self.shape.segments[segment].template].parts
+        cost = parts.get(cast("Role", role))
         self._launch(cost.launches if cost is not None else 0)
         self._compute(cost.ms if cost is not None else 0.0, [])
 
@@ -288,7 +292,7 @@ class _Writer:
     def _prefetch(self, chunk: int, buffer: int) -> None:
         if self.holder.get(buffer) == chunk:
             return
-        after: list[Ref | _Wanted | None] = [self._last("read", buffer), self._last("left", buffer)]
+        after: list[Ref | _Wanted] = [self._last("read", buffer), self._last("left", buffer)]
         after.append(self._last("updated", chunk))
         self.arrival[buffer] = self._add(H2D, self.durations.prefetch(self.shape.chunks[chunk]), after)
         if self.is_shared:
@@ -309,7 +313,7 @@ class _Writer:
             return
         if self.holder.get(buffer) == chunk:
             return
-        after: list[Ref | _Wanted | None] = [self._last("read", buffer), self._last("left", buffer)]
+        after: list[Ref | _Wanted] = [self._last("read", buffer), self._last("left", buffer)]
         after.append(self._last("updated", chunk))
         if self.shards.pop(buffer, -1) == chunk:
             after = [self.arrival[buffer]]
@@ -324,7 +328,7 @@ class _Writer:
 
     def _collect(self, chunk: int, buffer: int) -> None:
         before = ("arrival", "left") if buffer >= 0 else ()
-        after: list[Ref | _Wanted | None] = [self._last(name, buffer) for name in before]
+        after: list[Ref | _Wanted] = [self._last(name, buffer) for name in before]
         if self.is_shared and buffer < 0:
             after = [self._last("reduced", chunk)]
         self._compute(self.durations.collect(self.shape.chunks[chunk]), after)
@@ -333,7 +337,7 @@ class _Writer:
     def _offload(self, chunk: int, buffer: int) -> None:
         self.read[buffer] = self.last_compute
         ready = self.reduced[chunk] if self.is_shared else self.last_compute
-        after: list[Ref | _Wanted | None] = [ready, self._landing(chunk)]
+        after: list[Ref | _Wanted] = [ready, self._landing(chunk)]
         self.offloaded[chunk] = self._add(D2H, self.durations.offload(self.shape.chunks[chunk]), after)
         self.left[buffer] = self.offloaded[chunk]
 
@@ -353,7 +357,7 @@ class _Writer:
 
     def _apply(self, chunk: int) -> None:
         if self.choice.residency[chunk] == "persistent":
-            ready: list[Ref | _Wanted | None] = [self.reduced[chunk]] if self.is_shared else []
+            ready: list[Ref | _Wanted] = [self.reduced[chunk]] if self.is_shared else []
             self._compute(self.durations.device_update(self.shape.chunks[chunk]), ready)
             self.updated[chunk] = self.last_compute
             self._forget_held(chunk)
@@ -366,4 +370,5 @@ class _Writer:
 
     def _forget_held(self, chunk: int) -> None:
         """Note that what buffers hold of a chunk is of before its update."""
-        self.holder = {buffer: held for buffer, held in self.holder.items() if held != chunk}
+        for buffer in [buffer for buffer, held in self.holder.items() if held == chunk]:
+            del self.holder[buffer]
