@@ -1,149 +1,134 @@
-"""Predicted, not measured: what part of one GPU's speed each of 1 to 64 GPUs keeps, from a table of links.
+"""Predicted, not measured: what part of one GPU's speed each of 1 to 64 GPUs keeps, by the cost model and a link table.
 
     python -m bench.node_efficiency --output bench/results/node_efficiency.md
 
-A small simulation of what the schedules of ``shard_collectives`` do with equal blocks of one chunk each: computing and
-collectives are two queues, a block computes behind its gather, a gather begins when one of the chunk buffers is free, a
-reduce_scatter behind its block's backward, and all collectives run in order. A ring of n ranks moves ``(n - 1) / n`` of
-a chunk through every rank's slowest link, in n - 1 steps. With hybrid sharding chunks are divided inside a node, and
-the shard of the gradient is averaged across nodes by an all_reduce, two such rings.
+The plan of every cell is searched as ``protrain plan --ranks`` searches it, with what is divided given. Kept is a part
+of the speed of one GPU whose memory were unlimited, everything kept and resident; and, in brackets, of the speed that
+as many GPUs would have if links took no time.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common import table
+from protrain_compile import Plan
+from protrain_compile.commands.models import resolve
+from protrain_compile.commands.outlook import Workload, step_of
+from protrain_compile.errors import BudgetError
+from protrain_compile.links import Links, default_links
+from protrain_compile.profile import HardwareProfile, Profile
+from protrain_compile.runtime.device_budget import RESERVE_SHARE
+from protrain_compile.shards import ALONE, Sharding, World
+from protrain_compile.solver import search
+from protrain_compile.step_shape import StepShape
 
-SHARDINGS = ("gradients", "parameters", "parameters, hybrid")
-HEADER = ("GPUs", "nodes", "tokens a GPU", *(f"{sharding} divided" for sharding in SHARDINGS))
-
-
-@dataclasses.dataclass(frozen=True)
-class Links:
-    """How GPUs are connected.
-
-    Attributes:
-        node_ranks: GPUs of a node.
-        inside_gb_per_s: Each way, of one GPU to the others of its node.
-        inside_us: Time that a step of a ring takes at least.
-        across_gb_per_s: Each way, of one GPU's share of the network between nodes.
-        across_us: Time that a step between nodes takes at least.
-    """
-
-    node_ranks: int = 8
-    inside_gb_per_s: float = 360.0
-    inside_us: float = 5.0
-    across_gb_per_s: float = 40.0
-    across_us: float = 10.0
-
-    def ring_ms(self, size_bytes: float, ranks: int, *, inside: bool) -> float:
-        """Return the time of an all_gather or reduce_scatter of a whole chunk of ``size_bytes`` over ``ranks``."""
-        if ranks == 1:
-            return 0.0
-        rate = self.inside_gb_per_s if inside else self.across_gb_per_s
-        step_us = self.inside_us if inside else self.across_us
-        return size_bytes * (ranks - 1) / ranks / rate / 1e6 + (ranks - 1) * step_us / 1e3
+MODEL = (
+    "llama:hidden_size=4096,intermediate_size=14336,num_hidden_layers=32,num_attention_heads=32,"
+    "num_key_value_heads=8,vocab_size=128256,max_position_embeddings=8192"
+)
+SEQ = 4096
+BATCHES = (1, 4)
+NODE_RANKS = 8
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+COLUMNS = ("gradients", "parameters", "parameters, hybrid")
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What one GPU does in a step.
+class Case:
+    """A step and the device memory that it may use."""
 
-    Attributes:
-        blocks: Equal blocks, a chunk each.
-        chunk_bytes: Bytes of a block's parameters.
-        forward_ms: Of one block; its backward takes twice that.
-        buffers: Chunk buffers.
-    """
+    shape: StepShape
+    profile: Profile
+    device_bytes: int | None
 
-    blocks: int = 32
-    chunk_bytes: float = 436e6
-    forward_ms: float = 5.9
-    buffers: int = 4
+    def step_ms(self, world: World, sharding: Sharding) -> float | None:
+        """Return the time of a step of the best plan with that sharding; None if none fits."""
+        shape = dataclasses.replace(self.shape, world=world)
+        given = Plan(uniform_sharding=sharding)
+        try:
+            found = search(shape, self.profile, device_bytes=self.device_bytes, host_bytes=None, given=given)
+        except BudgetError:
+            return None
+        return found.prediction.step_ms
 
-    @property
-    def compute_ms(self) -> float:
-        """Time of a step that waits for nothing."""
-        return 3 * self.blocks * self.forward_ms
-
-
-def collective_times(work: Work, links: Links, ranks: int, sharding: str) -> tuple[float, float, float]:
-    """Return ms of a chunk's gather in the forward, in the backward, and of its reduce_scatter."""
-    inside = ranks <= links.node_ranks
-    if sharding == "parameters, hybrid" and not inside:
-        near = links.ring_ms(work.chunk_bytes, links.node_ranks, inside=True)
-        far = 2 * links.ring_ms(work.chunk_bytes / links.node_ranks, ranks // links.node_ranks, inside=False)
-        return near, near, near + far
-    ring = links.ring_ms(work.chunk_bytes, ranks, inside=inside)
-    return ring, 0.0 if sharding == "gradients" else ring, ring
+    def unlimited_ms(self) -> float:
+        """Return the time of a step of one GPU whose memory were unlimited."""
+        alone = dataclasses.replace(self.shape, world=ALONE)
+        return search(alone, self.profile, device_bytes=None, host_bytes=None).prediction.step_ms
 
 
-def step_ms(work: Work, links: Links, ranks: int, sharding: str) -> float:
-    """Return the time of a step, from the start of the first gather to the end of the last reduce_scatter."""
-    forward, backward, reduce = collective_times(work, links, ranks, sharding)
-    moves = sharding != "gradients"  # else whole parameters stay: gathers wait for no buffer
-    linked, computed = 0.0, 0.0
-    ends: list[float] = []
-    for block in range(work.blocks):
-        freed = ends[block - work.buffers] if moves and block >= work.buffers else 0.0
-        linked = max(linked, freed) + forward
-        computed = max(computed, linked) + work.forward_ms
-        ends.append(computed)
-    arrived = [0.0] * work.blocks  # what the forward left in the buffers is there
-    for block in range(work.blocks):
-        computed = max(computed, arrived[block]) + 2 * work.forward_ms
-        linked = max(linked, computed) + reduce
-        if moves and block + work.buffers < work.blocks:
-            linked += backward  # into the buffer that the gradients have just left
-            arrived[block + work.buffers] = linked
-    return max(linked, computed)
+def world_of(ranks: int, column: str) -> World:
+    """Return how ``ranks`` GPUs share a model in a column."""
+    nodes = -(-ranks // NODE_RANKS)
+    return World(ranks // nodes, nodes, nodes) if column.endswith("hybrid") else World(ranks, 1, nodes)
 
 
-def efficiency(work: Work, links: Links, ranks: int, sharding: str) -> float:
-    """Return the part of one GPU's speed that each of ``ranks`` keeps."""
-    return work.compute_ms / step_ms(work, links, ranks, sharding)
+FREE = Links("without time", 1e9, 0.0, 1e9, 0.0)
 
 
-def report(links: Links, tokens: tuple[int, ...] = (4096, 16384)) -> str:
+def cell(case: Case, ranks: int, column: str) -> str:
+    """Return what each of ``ranks`` keeps, as the table shows it."""
+    part = kept(case, ranks, column)
+    if part is None:
+        return "does not fit"
+    hardware = dataclasses.replace(case.profile.hardware, links=FREE)
+    free = kept(dataclasses.replace(case, profile=dataclasses.replace(case.profile, hardware=hardware)), ranks, column)
+    assert free is not None
+    return f"{part:.0%} ({part / free:.0%})"
+
+
+def kept(case: Case, ranks: int, column: str) -> float | None:
+    """Return the part of one GPU's speed that each of ``ranks`` keeps; None if no plan fits."""
+    sharding: Sharding = "gradients" if column == "gradients" else "parameters"
+    step_ms = case.step_ms(world_of(ranks, column), sharding)
+    return None if step_ms is None else case.unlimited_ms() / step_ms
+
+
+def rows(cases: Sequence[tuple[int, Case]]) -> list[tuple[str, ...]]:
+    """Return the table: for every number of GPUs and tokens, the part that each kind of sharding keeps."""
+    found = []
+    for ranks in RANKS:
+        for tokens, case in cases:
+            cells = [cell(case, ranks, column) for column in COLUMNS]
+            found.append((str(ranks), str(-(-ranks // NODE_RANKS)), f"{tokens:,}", *cells))
+    return found
+
+
+def traced_case(batch: int, hardware: HardwareProfile) -> Case:
+    """Return the step of the bench's model."""
+    step = step_of(Workload(resolve(MODEL), batch, SEQ), hardware, ranks=RANKS[-1])
+    return Case(step.shape, step.profile, int(hardware.device_bytes * (1 - RESERVE_SHARE)))
+
+
+def page(found: Sequence[tuple[str, ...]], hardware: HardwareProfile, links: Links) -> str:
     """Return the page: table and assumptions."""
-    rows = []
-    for ranks in (1, 2, 4, 8, 16, 32, 64):
-        for count in tokens:
-            work = dataclasses.replace(Work(), forward_ms=forward_ms(count))
-            kept = [f"{efficiency(work, links, ranks, sharding):.0%}" for sharding in SHARDINGS]
-            rows.append((ranks, -(-ranks // links.node_ranks), f"{count:,}", *kept))
-    return PAGE.format(table=table(HEADER, rows, markdown=True), links=links, work=Work(), tflops=TFLOPS)
-
-
-TFLOPS = 604.0
-"""Measured on an H200 for Llama-shaped blocks in bf16, one GPU (compiled by segments, 8 layers)."""
-
-
-def forward_ms(tokens: int) -> float:
-    """Return the time of a block's forward: two operations a parameter and token."""
-    return 2 * Work().chunk_bytes / 2 * tokens / TFLOPS / 1e9
+    header = ("GPUs", "nodes", "tokens a GPU", *(f"{column} divided" for column in COLUMNS))
+    return PAGE.format(table=table(header, found, markdown=True), hardware=hardware, links=links)
 
 
 PAGE = """\
 # Efficiency of 1 to 64 H200s: predicted, nothing on this page was measured on several GPUs
 
-Part of one GPU's speed that each GPU keeps, from the simulation of `bench/node_efficiency.py`:
+Part that each GPU keeps of the speed of one GPU whose memory were unlimited, and in brackets of the speed that as many
+GPUs would have if links took no time (`bench/node_efficiency.py`; plans and times by the search and the cost model of
+`protrain plan --ranks`):
 
 {table}
 
 Assumptions:
 
-- {work.blocks} equal blocks of {work.chunk_bytes:.3g} bytes of bf16 parameters (an 8 B model without its embedding), a
-  chunk each; {work.buffers} chunk buffers; everything on the device.
-- Two operations a parameter and token in the forward, four in the backward, at {tflops:.0f} TFLOPS (the one measured
-  figure: an H200 on Llama-shaped blocks). Attention, the loss, the update and launches are left out.
-- Inside a node of {links.node_ranks}: {links.inside_gb_per_s:.0f} GB/s each way for a GPU, 80% of NVLink's data sheet;
-  {links.inside_us:.0f} us for a step of a ring.
-- Across nodes: {links.across_gb_per_s:.0f} GB/s each way for a GPU, 80% of a 400 Gb/s port for each;
-  {links.across_us:.0f} us a step. A ring across nodes runs at this rate throughout.
+- An 8 B Llama in bf16 with AdamW, rows of 4,096 tokens, everything else planned. Times are estimated from the rates in
+  `protrain_compile/hardware/h200.json` ({hardware.name}).
+- More GPUs update a smaller share of the states each, and have room for more activations: they may keep more than all.
+- Collectives are rings over the links of `protrain_compile/hardware/links/h200.json`: {links.inside_gb_per_s:.0f} GB/s
+  each way and {links.inside_us:.0f} us a step inside a node of 8; {links.across_gb_per_s:.0f} GB/s each way for a GPU
+  and {links.across_us:.0f} us a step between nodes. None of these is measured; that file says where each is from.
+- Where a ring crosses nodes, the ports of all eight GPUs carry it. With hybrid sharding chunks are divided inside a
+  node, and the shard of the gradient is averaged across nodes by an all_reduce.
 - Collectives slow no kernels down, and all ranks are equally fast.
 """
 
@@ -153,11 +138,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where to write the page; default: standard output")
     arguments = parser.parse_args()
-    page = report(Links())
+    hardware, links = HardwareProfile.load("h200"), default_links()
+    found = page(rows([(batch * SEQ, traced_case(batch, hardware)) for batch in BATCHES]), hardware, links)
     if arguments.output is None:
-        print(page)
+        print(found)
     else:
-        arguments.output.write_text(page)
+        arguments.output.write_text(found)
 
 
 if __name__ == "__main__":

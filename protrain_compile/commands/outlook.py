@@ -24,7 +24,8 @@ from protrain_compile.profile import HardwareProfile, Profile
 from protrain_compile.profiler.estimate import estimate_profile
 from protrain_compile.runtime.host_budget import HostBudget
 from protrain_compile.shape_reader import step_shape
-from protrain_compile.solver import Solution, search
+from protrain_compile.shards import ALONE, World
+from protrain_compile.solver import STAY_SHARE, Solution, search
 from protrain_compile.step_shape import StepShape
 
 LARGEST_BATCH = 1 << 20
@@ -38,12 +39,14 @@ class Machine:
     Attributes:
         hardware: Rates.
         device_bytes: Device memory that a step may use.
-        host_bytes: Host memory that a model may take.
+        host_bytes: Host memory that a model may take, on each rank.
+        worlds: The ways in which ranks may share the model; the first divides it the most.
     """
 
     hardware: HardwareProfile
     device_bytes: int
     host_bytes: int
+    worlds: tuple[World, ...] = (ALONE,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,40 @@ class Step:
         Raises:
             BudgetError: If none fits.
         """
-        return search(self.shape, self.profile, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
+        return self.plan_in_world(machine)[0]
+
+    def plan_in_world(self, machine: Machine) -> tuple[Solution, World]:
+        """Return the best plan, and the world that it is for; another than the first has to be clearly faster.
+
+        Raises:
+            BudgetError: If none fits.
+        """
+        best: tuple[Solution, World] | None = None
+        for world in machine.worlds:
+            try:
+                found = self._search(machine, world, None)
+            except BudgetError:
+                if best is None:
+                    raise
+                continue
+            if best is None or found.prediction.step_ms * (1 + STAY_SHARE) < best[0].prediction.step_ms:
+                best = found, world
+        assert best is not None
+        return best
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether there is a plan: if none divides everything among the most, none does."""
+        world = machine.worlds[0]
+        try:
+            self._search(machine, world, None if world.size == 1 else Plan(uniform_sharding="parameters"))
+        except BudgetError:
+            return False
+        return True
+
+    def _search(self, machine: Machine, world: World, given: Plan | None) -> Solution:
+        shape = dataclasses.replace(self.shape, world=world)
+        profile = dataclasses.replace(self.profile, hardware=machine.hardware)
+        return search(shape, profile, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, given=given)
 
 
 def trace_workload(workload: Workload) -> TracedModel:
@@ -117,11 +153,14 @@ def _preparation() -> Preparation:
     return Preparation(torch.device("cpu"), None, HostBudget(), 1, None, None)
 
 
-def step_of(workload: Workload, hardware: HardwareProfile) -> Step:
-    """Return one step of a workload, nothing run; see ``trace_workload`` for errors."""
+def step_of(workload: Workload, hardware: HardwareProfile, ranks: int = 1) -> Step:
+    """Return one step of a workload, nothing run, in chunks that divide among ``ranks``.
+
+    See ``trace_workload`` for errors.
+    """
     torch._dynamo.reset()
     traced = trace_workload(workload)
-    layout = lay_out(traced.specs, traced.first_uses, traced.read_as)
+    layout = lay_out(traced.specs, traced.first_uses, traced.read_as, ranks=ranks)
     training = training_of(layout, traced.places, traced.specs, _preparation(), traced.book)
     profile = estimate_profile(traced.program, hardware)
     templates = tuple(dataclasses.replace(template, nodes=()) for template in profile.templates)
@@ -132,15 +171,15 @@ def step_of(workload: Workload, hardware: HardwareProfile) -> Step:
 def largest_batch(workload: Workload, step: Step, machine: Machine) -> int | None:
     """Return the largest batch that fits, 0 if none does; None if steps of two batches differ in more than size."""
     batch = max(2, workload.batch)
-    first = step if batch == workload.batch else step_of(dataclasses.replace(workload, batch=batch), machine.hardware)
-    second = step_of(dataclasses.replace(workload, batch=2 * batch), machine.hardware)
+
+    def sized(rows: int) -> Step:
+        return step_of(dataclasses.replace(workload, batch=rows), machine.hardware, machine.worlds[0].size)
+
+    first = step if batch == workload.batch else sized(batch)
+    second = sized(2 * batch)
 
     def fits(rows: int) -> bool:
-        try:
-            between(first, second, (rows - batch) / batch).plan(machine)
-        except BudgetError:
-            return False
-        return True
+        return between(first, second, (rows - batch) / batch).fits(machine)
 
     try:
         return largest(fits, batch, LARGEST_BATCH)

@@ -9,6 +9,7 @@ from typing import Any
 
 from protrain_compile.byte_text import format_size, parse_size
 from protrain_compile.commands.arguments import at_least
+from protrain_compile.commands.cluster import Alone, add_ranks, linked, rank_lines, ranks_dict, worlds_of
 from protrain_compile.commands.families import FAMILIES, family
 from protrain_compile.commands.models import DTYPES, resolve
 from protrain_compile.commands.outlook import Machine, Step, Workload, largest, largest_batch, step_of
@@ -20,9 +21,11 @@ from protrain_compile.report.plan_table import (
     memory_text,
     policies_text,
     prediction_dict,
+    sharding_text,
     time_text,
 )
 from protrain_compile.runtime.device_budget import RESERVE_SHARE
+from protrain_compile.shards import ALONE, World
 from protrain_compile.solver import Solution
 
 DESCRIPTION = """\
@@ -38,11 +41,12 @@ def add(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="what to train (see above)")
     parser.add_argument("--largest", metavar="FAMILY", help=f"find the largest of {', '.join(FAMILIES)} instead")
     parser.add_argument("--hardware", metavar="FILE", default="h200", help="a hardware profile, or h200 (the default)")
-    parser.add_argument("--batch", type=at_least(1), default=8, metavar="N", help="rows of a batch (8)")
+    parser.add_argument("--batch", type=at_least(1), default=8, metavar="N", help="rows of a batch, of each rank (8)")
     parser.add_argument("--seq", type=at_least(1), default=1024, metavar="N", help="tokens of a row (1024)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (bfloat16; a function's model: as it is)")
     parser.add_argument("--memory-budget", metavar="SIZE", help="device memory to use (all but 3%%)")
     parser.add_argument("--host-memory-budget", metavar="SIZE", help="host memory to use (all but 3%%)")
+    add_ranks(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(parser=parser, execute=execute)
 
@@ -55,16 +59,19 @@ def execute(parsed: argparse.Namespace) -> int:
     if parsed.largest is not None:
         return _run_largest(parsed, machine)
     workload = Workload(resolve(parsed.model), parsed.batch, parsed.seq, DTYPES.get(parsed.dtype))
-    return _show(parsed, Outlook.of(workload, step_of(workload, machine.hardware), machine))
+    step = step_of(workload, machine.hardware, machine.worlds[0].size)
+    return _show(parsed, Outlook.of(workload, step, machine))
 
 
 def _machine(parsed: argparse.Namespace) -> Machine:
     hardware = HardwareProfile.load(parsed.hardware)
-    return Machine(
+    machine = Machine(
         hardware,
         _budget(parsed.memory_budget, "--memory-budget", hardware.device_bytes),
         _budget(parsed.host_memory_budget, "--host-memory-budget", hardware.host_bytes),
+        worlds_of(parsed),
     )
+    return linked(machine, parsed)
 
 
 def _budget(given: str | None, argument: str, present: int) -> int:
@@ -82,6 +89,8 @@ class Outlook:
         solution: The plan and its prediction; None if none fits.
         refusal: Why none fits, if none does.
         most_rows: The largest batch that fits; None if that is not known.
+        world: The ranks that the plan is for.
+        alone: What one of them by itself would do; None where there is one.
     """
 
     workload: Workload
@@ -90,18 +99,22 @@ class Outlook:
     solution: Solution | None
     refusal: BudgetError | None = None
     most_rows: int | None = None
+    world: World = ALONE
+    alone: Alone | None = None
 
     @classmethod
     def of(cls, workload: Workload, step: Step, machine: Machine) -> Outlook:
         """Plan a step, and look for the largest batch."""
         most = largest_batch(workload, step, machine)
         try:
-            return cls(workload, machine, step, step.plan(machine), most_rows=most)
+            solution, world = step.plan_in_world(machine)
+            alone = Alone.of(step, machine) if world.size > 1 else None
+            return cls(workload, machine, step, solution, most_rows=most, world=world, alone=alone)
         except BudgetError as error:
             return cls(workload, machine, step, None, error, most)
 
     def tokens_per_s(self, solution: Solution) -> float:
-        """Return how many tokens are trained on in a second."""
+        """Return on how many tokens a rank trains in a second."""
         return self.workload.batch * self.workload.seq / solution.prediction.step_ms * 1000
 
 
@@ -111,12 +124,8 @@ def _run_largest(parsed: argparse.Namespace, machine: Machine) -> int:
 
     def fits(count: int) -> bool:
         workload = Workload(found.member(count - 1, parsed.seq), parsed.batch, parsed.seq, DTYPES.get(parsed.dtype))
-        steps[count] = workload, step_of(workload, machine.hardware)
-        try:
-            steps[count][1].plan(machine)
-        except BudgetError:
-            return False
-        return True
+        steps[count] = workload, step_of(workload, machine.hardware, machine.worlds[0].size)
+        return steps[count][1].fits(machine)
 
     count = max(1, largest(fits, (len(found.names) + 1) // 2, len(found.names)))
     return _show(parsed, Outlook.of(*steps[count], machine))
@@ -138,10 +147,14 @@ def _lines(outlook: Outlook) -> list[str]:
     assert plan.policies is not None
     residency = plan.fit_chunks(len(outlook.step.layout.chunks)) or ()
     chunks = chunks_text(residency, outlook.step.layout.largest_bytes, plan.buffers or 0)
+    speed = outlook.tokens_per_s(outlook.solution)
+    ranks = rank_lines(outlook.world, outlook.solution, outlook.alone, speed) if outlook.alone is not None else []
+    divided = f"; {sharding_text(plan.sharding)}" if plan.sharding is not None else ""
     return [
         *lines,
-        f"plan      {policies_text(plan.policies)}; {chunks}",
-        f"predicted {time_text(prediction, measured=False)}; {outlook.tokens_per_s(outlook.solution):,.0f} tokens/s",
+        f"plan      {policies_text(plan.policies)}; {chunks}{divided}",
+        f"predicted {time_text(prediction, measured=False)}; {speed:,.0f} tokens/s",
+        *ranks,
         f"memory    {memory_text(prediction)}",
         _batch_line(outlook),
         "",
@@ -173,6 +186,9 @@ def _to_dict(outlook: Outlook) -> dict[str, Any]:
     if solution is None:
         assert outlook.refusal is not None
         return found | {"needed_bytes": outlook.refusal.needed_bytes, "reason": str(outlook.refusal)}
+    if outlook.alone is not None:
+        speed = outlook.tokens_per_s(solution)
+        found |= {"world": ranks_dict(outlook.world, solution, outlook.alone, speed)}
     return found | {
         "plan": json.loads(solution.plan.to_json()),
         "tokens_per_s": outlook.tokens_per_s(solution),

@@ -12,6 +12,7 @@ from protrain_compile.chunks import RESIDENCIES
 from protrain_compile.cost_model import Prediction
 from protrain_compile.plan import POLICIES
 from protrain_compile.report.units import format_bytes, format_ms
+from protrain_compile.shards import SHARDINGS
 
 KINDS = ("parameters", "gradients", "states", "activations", "inputs", "buffers", "chunk buffers", "workspace")
 """Rows of the table. Workspace is what calls allocate inside, with results that are dropped at once."""
@@ -31,6 +32,13 @@ def chunks_text(residency: Sequence[str], largest_bytes: int, buffers: int) -> s
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in RESIDENCIES)
     shown = f", {buffers} buffers" if kinds["offloaded"] else ""
     return f"{len(residency)} chunks of up to {format_bytes(largest_bytes)}: {counts}{shown}"
+
+
+def sharding_text(sharding: Sequence[str]) -> str:
+    """Return ``divided: parameters of 20, gradients of 7``; states always are."""
+    kinds = collections.Counter(sharding)
+    counts = [f"{kind} of {kinds[kind]}" for kind in reversed(SHARDINGS) if kinds[kind]]
+    return f"divided: {', '.join(counts)}"
 
 
 def time_text(prediction: Prediction, *, measured: bool) -> str:

@@ -7,7 +7,9 @@ Look at the difference before committing it: these files are what users see.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -22,7 +24,7 @@ sys.path[:0] = [str(FOLDER.parent)]
 
 from support.capture import compiled, mixed  # noqa: E402
 
-from protrain_compile import ModelSchedule  # noqa: E402
+from protrain_compile import ModelSchedule, cli  # noqa: E402
 
 
 class Block(nn.Module):
@@ -71,6 +73,14 @@ def plan_json() -> str:
     return schedule().plan.to_json() + "\n"
 
 
+def planned(*arguments: str) -> str:
+    """Return what ``protrain plan`` prints for a small model."""
+    sizes = "n_embd=1024,n_layer=6,n_head=16,vocab_size=50257,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0"
+    with contextlib.redirect_stdout(io.StringIO()) as written:
+        cli.main(["plan", f"gpt2:{sizes}", "--batch", "8", "--seq", "512", *arguments])
+    return written.getvalue()
+
+
 GOLDEN: dict[str, Callable[[], str]] = {
     "keep.txt": lambda: printed("kkkk"),
     "recompute.txt": lambda: printed("rrrr"),
@@ -78,6 +88,7 @@ GOLDEN: dict[str, Callable[[], str]] = {
     "swap.txt": lambda: printed("sksk"),
     "inference.txt": lambda: printed("kkkk", inference=True),
     "plan.json": plan_json,
+    "plan_ranks.txt": lambda: planned("--ranks", "8"),
 }
 """What each file holds."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from protrain_compile.commands import plan
 from protrain_compile.commands.families import FAMILIES, family
 from protrain_compile.commands.outlook import NotAlikeError, _mixed, largest
 from protrain_compile.errors import OptionError
+from protrain_compile.links import Links
 
 TINY = "gpt2:n_embd=64,n_layer=5,n_head=4,vocab_size=256,n_positions=64,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0"
 ARGUMENTS = ["plan", TINY, "--batch", "2", "--seq", "32"]
@@ -31,6 +33,34 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(each["device"] for each in kinds.values()) == total["device"] == predicted["peak_bytes"]
 
 
+def test_ranks_share_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight ranks need less than one each, and all of them are told of."""
+    peaks = {}
+    for ranks, nodes in ((1, 1), (8, 1), (64, 8)):
+        assert cli.main([*ARGUMENTS, "--ranks", str(ranks), "--nodes", str(nodes), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        peaks[ranks] = found["predicted"]["peak_bytes"]
+        if ranks == 1:
+            assert "world" not in found
+            continue
+        world = found["world"]
+        assert (world["ranks"], world["nodes"]) == (ranks, nodes)
+        assert world["divided_among"] in (8, 64)
+        assert world["tokens_per_s_of_all"] == pytest.approx(ranks * found["tokens_per_s"])
+        assert world["efficiency"] == pytest.approx(world["one_rank_step_ms"] / found["predicted"]["step_ms"])
+        assert set(world["traffic_bytes"]) == {"all_gather", "reduce_scatter"}
+        assert len(found["plan"]["sharding"]) == len(found["plan"]["residency"])
+    assert peaks[8] < peaks[1]
+
+
+def test_hybrid_sharding_where_the_network_is_slow(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    links = tmp_path / "links.json"
+    links.write_text(Links("slow network", 400.0, 5.0, 0.01, 10.0).to_json())
+    assert cli.main([*ARGUMENTS, "--ranks", "16", "--nodes", "2", "--links", str(links)]) == 0
+    found = capsys.readouterr().out
+    assert "chunks divided among the 8 of a node, replicated across nodes: mesh (2, 8)" in found
+
+
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*ARGUMENTS, "--memory-budget", "100KiB"]) == 1
     found = capsys.readouterr().out
@@ -47,6 +77,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         (["--largest", "bloom"], "the families are gpt2, llama, opt"),
         ([TINY, "--batch", "0"], "argument --batch"),
         ([TINY, "--memory-budget", "much"], "--memory-budget='much'"),
+        ([TINY, "--ranks", "6", "--nodes", "4"], "--ranks=6 do not spread evenly over --nodes=4"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

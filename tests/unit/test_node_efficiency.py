@@ -5,40 +5,51 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from support.made_shapes import MB, Stack, plain_hardware
 
-from bench.node_efficiency import SHARDINGS, Links, Work, collective_times, efficiency, report, step_ms
+from bench.node_efficiency import COLUMNS, NODE_RANKS, Case, kept, page, rows, world_of
+from protrain_compile.links import Links, default_links
 
-
-def test_a_ring_moves_all_but_a_share_in_steps() -> None:
-    links = Links(inside_gb_per_s=100.0, inside_us=10.0)
-    assert links.ring_ms(4e8, 4, inside=True) == pytest.approx(3.0 + 0.03)
-    assert links.ring_ms(4e8, 1, inside=True) == 0.0
+FAST = Links("fast", 1e9, 0.0, 1e9, 0.0)
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_limits(sharding: str) -> None:
-    work, links = Work(), Links()
-    assert efficiency(work, links, 1, sharding) == pytest.approx(1.0)
-    fast = Links(inside_gb_per_s=1e9, inside_us=0.0, across_gb_per_s=1e9, across_us=0.0)
-    assert efficiency(work, fast, 64, sharding) == pytest.approx(1.0, abs=1e-4)
-    # Slow links: the step is what the collectives take, less what the forward left in the buffers.
-    slow = Links(inside_gb_per_s=0.1, across_gb_per_s=0.1)
-    forward, backward, reduce = collective_times(work, slow, 64, sharding)
-    moved = work.blocks * (forward + backward + reduce) - work.buffers * backward
-    assert step_ms(work, slow, 64, sharding) == pytest.approx(moved, rel=0.02)
+def case(links: Links, forward_ms: float = 4.0, device_mb: int | None = None) -> Case:
+    stack = Stack(blocks=4, forward_ms=forward_ms, backward_ms=2 * forward_ms)
+    return Case(stack.shape(), stack.profile(links=links), None if device_mb is None else device_mb * MB)
 
 
-def test_more_ranks_and_less_work_keep_less() -> None:
-    work, links = Work(), Links()
-    for sharding in SHARDINGS:
-        kept = [efficiency(work, links, ranks, sharding) for ranks in (1, 8, 16, 64)]
-        assert kept == sorted(kept, reverse=True)
-        less = dataclasses.replace(work, forward_ms=work.forward_ms / 4)
-        assert efficiency(less, links, 64, sharding) < efficiency(work, links, 64, sharding)
-    assert efficiency(work, links, 64, "parameters, hybrid") > efficiency(work, links, 64, "parameters")
+def test_worlds() -> None:
+    assert [(w.ranks, w.replicas, w.nodes) for w in (world_of(64, each) for each in COLUMNS)] == [
+        (64, 1, 8),
+        (64, 1, 8),
+        (8, 8, 8),
+    ]
+    assert world_of(4, COLUMNS[2]) == world_of(4, COLUMNS[1])
+    assert world_of(16, COLUMNS[0]).node_ranks == NODE_RANKS
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_limits(column: str) -> None:
+    assert kept(case(default_links()), 1, column) == pytest.approx(1.0)
+    free = kept(case(FAST), 64, column)
+    assert free is not None
+    assert free >= 0.999  # its updates take a 64th
+    assert kept(case(FAST, device_mb=10), 1, column) is None
+
+
+def test_slow_links_and_less_work_keep_less() -> None:
+    slow = Links("slow", 40.0, 5.0, 5.0, 10.0)
+    for column in COLUMNS:
+        found = [kept(case(links), 64, column) or 0.0 for links in (FAST, default_links(), slow)]
+        assert found == sorted(found, reverse=True)
+        assert (kept(case(slow, 1.0), 64, column) or 0.0) < found[-1]
+    slow_network = dataclasses.replace(slow, inside_gb_per_s=400.0, across_gb_per_s=1.0)
+    flat, hybrid = (kept(case(slow_network), 64, column) or 0.0 for column in COLUMNS[1:])
+    assert hybrid > flat
 
 
 def test_the_page_says_that_it_is_predicted() -> None:
-    page = report(Links())
-    assert "predicted, nothing on this page was measured" in page
-    assert page.count("\n| 64 ") == 2
+    found = page(rows([(4096, case(FAST)), (16384, case(FAST, device_mb=10))]), plain_hardware(), FAST)
+    assert "predicted, nothing on this page was measured" in found
+    assert found.count("\n| 64 ") == 2
+    assert found.count("does not fit") == 3 * 7
