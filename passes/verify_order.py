@@ -34,7 +34,23 @@ def verify_order(schedule: Schedule, where: str, operations: Mapping[str, Sequen
         VerifierError: If an operation may run too early, or finds something else than it needs.
     """
     for tour in tours_of(schedule.graphs):
-        _Walk(where, tour, operations, schedule.chunks or NO_CHUNKS).run()
+        verify_tour(schedule, where, operations, tour)
+
+
+def verify_tour(
+    schedule: Schedule,
+    where: str,
+    operations: Mapping[str, Sequence[Operation]],
+    tour: Tour,
+    *,
+    others_follow: bool = True,
+) -> None:
+    """Check one tour; with ``others_follow`` also that any other graph of the model may follow each of its graphs.
+
+    Raises:
+        VerifierError: See :func:`verify_order`.
+    """
+    _Walk(where, tour, operations, schedule.chunks or NO_CHUNKS, others_follow).run()
 
 
 @dataclasses.dataclass
@@ -60,7 +76,9 @@ class _Walk:
         tour: Tour,
         operations: Mapping[str, Sequence[Operation]],
         chunks: ChunkBinding,
+        others_follow: bool,
     ) -> None:
+        self.others_follow = others_follow
         self.where = where
         self.tour = tour
         self.operations = operations
@@ -83,7 +101,7 @@ class _Walk:
                 if follows and self.ledger.misses:
                     self._fail(len(self.places) - 1, "waits for a chunk that nothing brought into its buffer")
             self.ledger.misses = 0
-            if isinstance(stop, Visit):
+            if self.others_follow and isinstance(stop, Visit):
                 self._check_exit(stop)
             before = stop
 

@@ -26,10 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from protrain_compile import managed
 from protrain_compile.artefacts import Artefact
 from protrain_compile.managed import ManagedModel
-from protrain_compile.residency import Buffer
+from protrain_compile.residency import Buffer, ChunkResidency
 from protrain_compile.runtime.chunk_store import ChunkStore
 from protrain_compile.runtime.compiled_graph import CompiledGraph
 from protrain_compile.runtime.streams import make_streams
+from protrain_compile.runtime.swap import HostPlace, SwapSpace
 from protrain_compile.updates.device import DeviceUpdater
 from protrain_compile.updates.host import NativeUpdater, make_host_updater
 from protrain_compile.updates.native import find_compilers
@@ -45,6 +46,13 @@ DEFERRED = frozenset(
     )
 )
 """Operations that only write into memory that is given: they need not have run for the launching thread to go on."""
+UNREAD = frozenset((aten.set_.source_Storage_storage_offset,))
+"""Operations that read no elements."""
+OPERATIONS = {
+    ChunkResidency: ("bind", "gather", "prefetch", "wait", "release", "collect", "offload", "update", "apply"),
+    SwapSpace: ("swap_out", "release", "reload", "wait_reload"),
+}
+"""The methods that carry out the operations of a schedule and of ``step()``."""
 
 
 class Lagging(TorchDispatchMode):
@@ -59,7 +67,7 @@ class Lagging(TorchDispatchMode):
         if func in DEFERRED:
             self._device.submit(self._device.compute, lambda: func(*args, **kwargs), str(func))
             return kwargs.get("out", None if "_foreach_" in str(func) else args[0])
-        if not _makes_views(func) and _has_tensor((*args, *kwargs.values())):
+        if func not in UNREAD and not _makes_views(func) and _has_tensor((*args, *kwargs.values())):
             self._device.drain(self._device.compute)
         return func(*args, **kwargs)
 
@@ -92,6 +100,12 @@ def install(device: ThreadedDevice, patch: pytest.MonkeyPatch, folder: Path | No
     patch.setattr(managed, "make_streams", lambda of: ThreadedStreams(device) if of.type == "cpu" else make_streams(of))
     patch.setattr(managed, "HostWorker", make_worker)
     patch.setattr(Buffer, "__init__", _registered(Buffer.__init__))
+    patch.setattr(HostPlace, "__init__", _named(HostPlace.__init__))
+    patch.setattr(SwapSpace, "_room", _used_before(device, SwapSpace._room))
+    patch.setattr(SwapSpace, "release", _used_after(device, SwapSpace.release))
+    for owner, names in OPERATIONS.items():
+        for name in names:
+            patch.setattr(owner, name, _counted(device, name, getattr(owner, name)))
     patch.setattr(Artefact, "__call__", _deferred_artefact(device, Artefact.__call__))
     patch.setattr(DeviceUpdater, "update", _deferred_update(device, DeviceUpdater.update))
     patch.setattr(ManagedModel, "step", _launched(device, "step", ManagedModel.step, lambda model: model.residency))
@@ -120,10 +134,52 @@ def _registered(original: Callable[..., None]) -> Callable[..., None]:
     def make(buffer: Buffer, size_bytes: int, streams: Any) -> None:
         original(buffer, size_bytes, streams)
         if isinstance(streams, ThreadedStreams):
+            buffer.arrival.kind, buffer.read.kind, buffer.left.kind = "arrival", "read", "left"
             poison(buffer.bytes)
             streams.buffers.add(buffer.bytes.data_ptr())
 
     return make
+
+
+def _named(original: Callable[..., None]) -> Callable[..., None]:
+    def make(place: HostPlace, slab: Any, streams: Any) -> None:
+        original(place, slab, streams)
+        if isinstance(streams, ThreadedStreams):
+            place.made.kind, place.left.kind, place.read.kind = "computed", "swapped", "slab"
+
+    return make
+
+
+def _used_before(device: ThreadedDevice, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let the compute stream write last what nobody reads into memory that the launching thread has allocated."""
+
+    def room(space: SwapSpace, bundle: Any) -> Tensor:
+        made = original(space, bundle)
+        if isinstance(space.streams, ThreadedStreams):
+            device.submit(device.compute, lambda: poison(made), "use memory before")
+        return made
+
+    return room
+
+
+def _used_after(device: ThreadedDevice, original: Callable[..., None]) -> Callable[..., None]:
+    """Let the compute stream use memory as soon as it is free."""
+
+    def release(space: SwapSpace, swapped: Any) -> None:
+        _, sources = space._leaving.get(swapped.number, (None, []))
+        original(space, swapped)
+        for source in sources if isinstance(space.streams, ThreadedStreams) else ():
+            device.submit(device.compute, lambda source=source: poison(source), "use memory after")
+
+    return release
+
+
+def _counted(device: ThreadedDevice, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def operate(owner: Any, *arguments: Any) -> Any:
+        with device.operating(name, arguments[0]):
+            return original(owner, *arguments)
+
+    return operate
 
 
 def _stand_in(folder: Path | None) -> FakeCuda | None:

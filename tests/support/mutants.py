@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from support.interleave import results
+from support.missing_waits import DroppedWait
 from support.schedules import find, take_tour
 from support.symbolic_runtime import SymbolicRuntime
 from torch import fx
@@ -45,38 +46,6 @@ class Mutant:
     def original(self, schedule: Schedule) -> fx.Node:
         """Return the node in the right schedule."""
         return find(schedule, self.graph, self.node)
-
-
-@dataclasses.dataclass(frozen=True)
-class DroppedWait:
-    """A node that does not wait for the events of one kind; see ``effects``."""
-
-    graph: str
-    node: str
-    event: str
-
-
-WAITS = {
-    ops.prefetch: ("read", "left", "updated"),
-    ops.wait: ("arrival",),
-    ops.collect: ("arrival", "left"),
-    ops.offload: ("read", "emptied"),
-    ops.update: ("landed",),
-    ops.swap_out: ("computed", "slab"),
-    ops.release_swapped: ("swapped",),
-    ops.reload: ("allocated", "swapped"),
-    ops.wait_reload: ("reloaded",),
-}
-"""The kinds of events that an operation waits for."""
-
-
-def dropped_waits_of(schedule: Schedule) -> Iterator[DroppedWait]:
-    """Yield every single wait of a schedule that may be left out."""
-    for name, module in schedule.graphs.items():
-        for node in module.graph.nodes:
-            on_device = node.target in (ops.collect, ops.update) and node.kwargs["stream"] == "compute"
-            if not on_device or "buffer" in node.kwargs:
-                yield from (DroppedWait(name, node.name, event) for event in WAITS.get(node.target, ()))
 
 
 def mutants_of(schedule: Schedule) -> Iterator[Mutant]:

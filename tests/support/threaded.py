@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,28 +73,35 @@ def _always() -> bool:
     return True
 
 
+class Site(NamedTuple):
+    """What identifies a wait in every step.
+
+    Attributes:
+        section: Which part of a step gave it: ``forward``, ``backward``, ``inference``, ``step`` or the empty string.
+        operation: The number of the operation on chunks or swapped values in that section; -1 outside of one.
+        kind: The kind of event, as ``passes.effects`` calls it.
+    """
+
+    section: str
+    operation: int
+    kind: str
+
+
 @dataclasses.dataclass
 class Wait:
     """A wait that a stream was given, or that was left out.
 
     Attributes:
-        section: Which part of a step gave it: ``forward``, ``backward``, ``inference``, ``step`` or the empty string.
-        number: Its number in this run of the section.
+        site: Where.
         what: Stream and meaning, for people.
         mark: What it waits for; None for what happened long ago.
         redundant: Of one left out: whether the stream's next operation comes after ``mark`` all the same.
     """
 
-    section: str
-    number: int
+    site: Site
     what: str
     mark: Op | None
     redundant: bool = False
-
-    @property
-    def site(self) -> tuple[str, int]:
-        """What identifies it in every step."""
-        return self.section, self.number
 
 
 class Stream:
@@ -111,10 +119,11 @@ class Stream:
 
 
 class Event:
-    """A point in a stream; see :class:`protrain_compile.runtime.streams.Event`."""
+    """A point in a stream; see :class:`protrain_compile.runtime.streams.Event`. ``kind`` is as in a ``Site``."""
 
     def __init__(self, device: ThreadedDevice) -> None:
         self._device = device
+        self.kind = ""
         self.mark: Op | None = None
 
     def synchronize(self) -> None:
@@ -128,11 +137,12 @@ class ThreadedDevice:
     """All streams of one process, and their scheduler.
 
     Attributes:
-        section: What the launching thread is in (see ``Wait``).
+        section: What the launching thread is in (see ``Site``).
+        operations: By section and number: the name and the first argument of each operation, in its last run.
         records: Whether ``waits`` and ``ran`` are kept.
         waits: Every wait that was given or left out since ``reseed``.
         ran: Stream and operation, and the thread that ran it, in order, since ``reseed``.
-        skip: The site (see ``Wait``) whose wait is left out.
+        skip: The site whose waits are left out.
         drains: Whether the launching thread waits for the compute stream at the end of every section, as tests need
             that look at results at once.
     """
@@ -141,7 +151,9 @@ class ThreadedDevice:
         self.owner = os.getpid()
         self.records = records
         self.section = ""
-        self.skip: tuple[str, int] | None = None
+        self.skip: Site | None = None
+        self.operations: dict[tuple[str, int], tuple[str, object]] = {}
+        self._operation, self._count = -1, 0
         self.drains = True
         self._lock = threading.RLock()
         self._threads = {kind: ThreadPoolExecutor(1, thread_name_prefix=f"stream-{kind}") for kind in KINDS}
@@ -167,7 +179,6 @@ class ThreadedDevice:
         self._change = self._random.choice((0.0, 0.02, 0.2))
         self.waits: list[Wait] = []
         self.ran: list[tuple[str, int]] = []
-        self._wait_number = 0
 
     def stream(self, kind: str, name: str = "") -> Stream:
         """Return a new stream, run by the thread of its kind."""
@@ -185,13 +196,26 @@ class ThreadedDevice:
     @contextmanager
     def launching(self, section: str) -> Iterator[None]:
         """Let operations of the compute stream lag behind the launching thread."""
-        outer, self.section, self._wait_number = self.section, section, 0
+        outer, self.section, self._count = self.section, section, 0
         try:
             yield
         finally:
             self.section = outer
             if self.drains and not outer:
                 self.drain(self.compute)
+
+    @contextmanager
+    def operating(self, name: str, subject: object) -> Iterator[None]:
+        """Count an operation of the section, unless it is part of another one."""
+        if self._operation >= 0:
+            yield
+            return
+        self._operation, self._count = self._count, self._count + 1
+        self.operations[self.section, self._operation] = (name, subject)
+        try:
+            yield
+        finally:
+            self._operation = -1
 
     # ---- what streams are given --------------------------------------------------------------------------------
 
@@ -228,10 +252,11 @@ class ThreadedDevice:
         """Let ``event`` mark what ``stream`` was given so far."""
         event.mark = self.submit(stream, lambda: None, RECORD)
 
-    def wait(self, mark: Op | None, stream: Stream, what: str, ready: Callable[[], bool] | None = None) -> None:
+    def wait(
+        self, mark: Op | None, stream: Stream, what: str, kind: str, ready: Callable[[], bool] | None = None
+    ) -> None:
         """Make ``stream`` wait for an operation of another one, unless a test leaves this wait out."""
-        wait = Wait(self.section, self._wait_number, what, mark)
-        self._wait_number += 1
+        wait = Wait(Site(self.section, self._operation, kind), what, mark)
         if self.records:
             self.waits.append(wait)
         if wait.site == self.skip:

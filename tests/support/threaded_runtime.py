@@ -16,6 +16,9 @@ from protrain_compile.runtime.host_worker import HostWorker
 JOBS_KEPT = 1_000
 """Jobs of a host worker whose operations are remembered: those of the last steps, which somebody may wait for."""
 
+FRESH = {"h2d": "allocated", "compute": "reloaded", "d2h": "fetched", "gather": ""}
+"""What the events stand for that the runtime makes as it goes, by the stream that waits for them."""
+
 
 class ThreadedStreams:
     """See :class:`protrain_compile.runtime.streams.Streams`.
@@ -51,15 +54,16 @@ class ThreadedStreams:
     def wait(self, event: Event, stream: str) -> None:
         """See :meth:`Streams.wait`."""
         source = event.mark.stream if event.mark else "nothing"
-        self._threaded.wait(event.mark, self._stream(stream), f"{stream} waits for {source}")
+        kind = event.kind or FRESH[stream]
+        self._threaded.wait(event.mark, self._stream(stream), f"{stream} waits for {source}", kind)
 
     def wait_host(self, worker: HostWorker, ticket: int, stream: str) -> None:
         """See :meth:`Streams.wait_host`."""
-        what = f"{stream} waits for a host update"
+        what, kind = f"{stream} waits for a host update", "updated" if stream == "h2d" else "emptied"
         if isinstance(worker, ScheduledWorker):
-            self._threaded.wait(worker.op(ticket), self._stream(stream), what)
+            self._threaded.wait(worker.op(ticket), self._stream(stream), what, kind)
         else:
-            self._threaded.wait(None, self._stream(stream), what, lambda: worker.is_done(ticket))
+            self._threaded.wait(None, self._stream(stream), what, kind, lambda: worker.is_done(ticket))
 
     def copy(self, target: Tensor, source: Tensor, stream: str) -> None:
         """See :meth:`Streams.copy`."""
@@ -119,7 +123,9 @@ class ScheduledWorker(HostWorker):
             poison(used)
 
         if after is not None:
-            self._threaded.wait(after.mark, self._stream, f"host waits for {after.mark.stream}")
+            source = after.mark.stream
+            kind = "fetched" if source.startswith("h2d") else "landed"
+            self._threaded.wait(after.mark, self._stream, f"host waits for {source}", kind)
         self._ops.pop(ticket - JOBS_KEPT, None)
         self._ops[ticket] = self._threaded.submit(self._stream, run, "job")
         return ticket

@@ -5,17 +5,14 @@ Which do harm is decided by running them (``support.mutants``); the verifier and
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-from support.mutants import DroppedWait, Judge, Mutant, dropped_waits_of, is_malformed, mutants_of, neighbour
-from support.schedules import find, swapped_schedule
+from support.missing_waits import dropped_waits_of, is_missed, uses_own_buffer, why_not_missed
+from support.mutants import Judge, Mutant, is_malformed, mutants_of, neighbour
+from support.schedules import swapped_schedule
 from torch import fx
 
 from passes.chunk_views import schedule_operations
-from passes.effects import Call, Ledger, Step
 from passes.verify import verify_schedule
-from passes.verify_order import verify_order
 from protrain_compile import ops
 from protrain_compile.errors import VerifierError
 from protrain_compile.schedule import Schedule
@@ -67,12 +64,6 @@ def why_harmless(mutant: Mutant, schedule: Schedule) -> str:
     return ""
 
 
-def uses_own_buffer(node: fx.Node, schedule: Schedule) -> bool:
-    """Whether an operation is on a chunk that has a buffer of its own."""
-    assert schedule.chunks is not None
-    return "chunk" in node.kwargs and schedule.chunks.residency[int(str(node.kwargs["chunk"]))] == "split"
-
-
 def are_independent(schedule: Schedule, graph: str, node: fx.Node, other: fx.Node) -> bool:
     """Whether two operations share no chunk, no buffer and no value; nor are items of ``node`` taken in between."""
     if any(user < other or user is other for user in node.users):
@@ -111,57 +102,6 @@ def test_every_harmful_mutant_is_found_and_every_other_is_explained(judge: Judge
 
 
 # ---- waits ---------------------------------------------------------------------------------------------------------
-
-
-def is_missed(schedule: Schedule, dropped: DroppedWait) -> bool:
-    """Whether the verifier refuses a schedule in which one node leaves a wait out."""
-    operations = schedule_operations(schedule)
-    place = next(i for i, each in enumerate(operations[dropped.graph]) if each.node.name == dropped.node)
-    row = operations[dropped.graph][place].effect
-
-    def without(call: Call, ledger: Ledger) -> tuple[Step, ...]:
-        return tuple(
-            dataclasses.replace(step, waits=tuple(each for each in step.waits if each.kind != dropped.event))
-            for step in row(call, ledger)
-        )
-
-    operations[dropped.graph][place] = dataclasses.replace(operations[dropped.graph][place], effect=without)
-    try:
-        verify_order(schedule, "", operations)
-    except VerifierError:
-        return True
-    return False
-
-
-WHY_SWAPPED = {
-    ops.swap_out: {"slab": "whoever had the slab gave it back behind the wait for its values' return"},
-    ops.release_swapped: {},
-    ops.reload: {"swapped": "the memory is allocated behind the release in the forward, which waited for the copy"},
-    ops.wait_reload: {},
-}
-"""Why a wait of an operation on swapped values does no harm when it is left out."""
-
-
-def why_not_missed(dropped: DroppedWait, schedule: Schedule) -> str:
-    """Return the rule by which a wait that is left out does no harm; empty if none says so."""
-    node = find(schedule, dropped.graph, dropped.node)
-    if node.target in WHY_SWAPPED:
-        return WHY_SWAPPED[node.target].get(dropped.event, "")  # type: ignore[index]
-    in_buffer = [each for each in node.graph.nodes if each.kwargs.get("buffer") == node.kwargs.get("buffer")]
-    before = in_buffer[: in_buffer.index(node)] if "buffer" in node.kwargs else []
-    if node.target is ops.collect and before and before[-1].target is ops.wait:
-        return "the chunk's own wait came first, for a fetch that waited for what had left"
-    if node.target is not ops.prefetch:
-        return ""
-    if dropped.event != "updated" and uses_own_buffer(node, schedule):
-        return "a split chunk's own buffer is filled anew only after its update, which follows an offload from it"
-    if dropped.event == "read" and before and before[-1].target is ops.offload:
-        return "the gradients left the buffer behind its last reader"
-    if dropped.event == "left" and before and before[-1].target is ops.release:
-        return "the fetch for the stay before, in this graph, waited for it"
-    if dropped.event == "updated" and dropped.graph == "backward":
-        return "the forward fetched the chunk behind the same update"
-    return ""
 
 
 def test_every_wait_that_is_missed_is_found_and_every_other_is_explained(judge: Judge) -> None:
