@@ -229,11 +229,50 @@ def random_falls_back() -> bool:
 
 
 def prepare_joint(module: fx.GraphModule, fake_mode: FakeTensorMode | None) -> None:
-    """Run Inductor's joint-graph passes (attention patterns, no-op removal, padding) on ``module`` in place."""
+    """Run Inductor's joint-graph passes (attention patterns, no-op removal, padding) on ``module`` in place.
+
+    A product that was padded is a slice of a larger one: the passes leave the fake values after it with the strides of
+    before, by which a saved value would be compiled differently on either side. Results keep their traced strides.
+    """
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
+    before = set(module.graph.nodes)
+    traced = [_strides(result) for result in _results(module)]
     with fresh_tracing(fake_mode), unset_fake_temporarily():
         joint_graph_passes(module)
+    pads = (torch.ops.aten.constant_pad_nd.default, torch.ops.aten.cat.default)
+    padded = any(node.target in pads for node in set(module.graph.nodes) - before)
+    if not padded or fake_mode is None:
+        return
+    propagate_fakes(module, [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")], fake_mode)
+    for result, strides in zip(_results(module), traced, strict=True):
+        if strides is not None and strides != _strides(result):
+            _restride(result, strides)
+    module.recompile()
+
+
+def _results(module: fx.GraphModule) -> list[Any]:
+    return list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _strides(result: Any) -> tuple[Any, ...] | None:
+    value = result.meta.get("val") if isinstance(result, fx.Node) else None
+    return value.stride() if isinstance(value, torch.Tensor) else None
+
+
+def _restride(result: fx.Node, strides: tuple[Any, ...]) -> None:
+    """Return a copy with other strides from the graph in place of ``result``."""
+    value, graph = result.meta["val"], result.graph
+    aten = torch.ops.aten
+    options = {"dtype": value.dtype, "device": value.device}
+    with graph.inserting_before(graph.output_node()):
+        empty = graph.call_function(aten.empty_strided.default, (list(value.shape), list(strides)), options)
+        copied = graph.call_function(aten.copy.default, (empty, result))
+    with value.fake_mode:
+        empty.meta["val"] = torch.empty_strided(value.shape, strides, **options)
+        copied.meta["val"] = torch.empty_strided(value.shape, strides, **options)
+    output = graph.output_node()
+    output.args = (fx.node.map_arg(output.args[0], lambda node: copied if node is result else node),)
 
 
 def partition(

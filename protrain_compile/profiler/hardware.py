@@ -3,7 +3,7 @@
 =================  ==========================================================================================
 figure             measured as
 =================  ==========================================================================================
-matmul_tflops      a square product by type, median
+matmul_tflops      a square product by type, at the clock that lasts under full load, median
 device_gb_per_s    a kernel that reads and writes every element of an array once
 h2d, d2h           pinned copies on their own streams: alone, both ways, and both ways beside host updates
 host_updates       the updater that training uses, by format, with its threads and half of them
@@ -54,6 +54,7 @@ class Sizes:
         array_bytes: Bytes of the array that the memory rate is told from.
         parameters: Parameters of an update.
         launches: Tiny kernels that are launched.
+        heat_ms: How long products go on, to be timed at the clock that lasts.
     """
 
     product: int
@@ -61,10 +62,11 @@ class Sizes:
     array_bytes: int
     parameters: int
     launches: int
+    heat_ms: float
 
 
-LARGE = Sizes(product=8192, copy_bytes=128 << 20, array_bytes=1 << 30, parameters=1 << 25, launches=500)
-SMALL = Sizes(product=128, copy_bytes=1 << 20, array_bytes=1 << 20, parameters=1 << 16, launches=50)
+LARGE = Sizes(product=8192, copy_bytes=128 << 20, array_bytes=1 << 30, parameters=1 << 25, launches=500, heat_ms=500.0)
+SMALL = Sizes(product=128, copy_bytes=1 << 20, array_bytes=1 << 20, parameters=1 << 16, launches=50, heat_ms=0.0)
 """For the CPU, and for tests."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -118,7 +120,7 @@ def host_bytes() -> int:
 
 def _product(meter: Meter, sizes: Sizes, dtype: torch.dtype) -> float:
     left, right = (torch.randn(sizes.product, sizes.product, device=meter.device).to(dtype) for _ in range(2))
-    return 2 * sizes.product**3 / time_call(meter, lambda: left @ right).ms / 1e9
+    return 2 * sizes.product**3 / time_call(meter, lambda: left @ right, sizes.heat_ms).ms / 1e9
 
 
 def _memory_rate(meter: Meter, sizes: Sizes) -> float:

@@ -13,7 +13,7 @@ from protrain_compile.profile import HardwareProfile, Profile, TemplateProfile
 from protrain_compile.profiler.cache import cached, hardware_key, template_key
 from protrain_compile.profiler.hardware import measure_hardware
 from protrain_compile.profiler.nodes import measure_nodes
-from protrain_compile.profiler.templates import measure_template, template_device
+from protrain_compile.profiler.templates import measure_template, template_device, template_shares
 from protrain_compile.program import Program, Template
 
 log = logging.getLogger("protrain_compile.profiler")
@@ -44,8 +44,10 @@ def profile_program(
     start = time.perf_counter()
     device = next((d for d in map(template_device, program.templates) if d.type != "cpu"), torch.device("cpu"))
     machine = hardware or profile_hardware(device, refresh=refresh)
+    shares = template_shares(program, artefacts.mode, machine)
     templates = tuple(
-        _profile_template(template, artefacts, machine, device, nodes, refresh) for template in program.templates
+        _profile_template(template, artefacts, machine, device, nodes, refresh, share)
+        for template, share in zip(program.templates, shares, strict=True)
     )
     log.info("profiled %d templates in %.1f s", len(templates), time.perf_counter() - start)
     return Profile(machine, templates)
@@ -58,9 +60,10 @@ def _profile_template(
     device: torch.device,
     nodes: bool,
     refresh: bool,
+    share: float,
 ) -> TemplateProfile:
     def measure() -> TemplateProfile:
-        parts = measure_template(template, artefacts, machine)
+        parts = measure_template(template, artefacts, machine, share)
         return dataclasses.replace(parts, nodes=measure_nodes(template, machine) if nodes else ())
 
     key = template_key(template, artefacts.mode, device, nodes=nodes, launch_us=machine.launch_us)

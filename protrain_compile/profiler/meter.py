@@ -20,6 +20,10 @@ BUDGET_MS = 100.0
 """What the timed runs of one call may take together, the fewest always being made."""
 
 
+MOST_HEATING = 1000
+"""Runs of a call that is too short to load the device, however long they take."""
+
+
 class Timing(NamedTuple):
     """Medians over the runs of a call.
 
@@ -66,15 +70,25 @@ class Meter(Protocol):
         ...
 
 
-def time_call(meter: Meter, call: Call) -> Timing:
-    """Return the medians of several runs of ``call``, after a warm-up; the results are dropped."""
+def time_call(meter: Meter, call: Call, heat_ms: float = 0.0) -> Timing:
+    """Return the medians of several runs of ``call``, after a warm-up; the results are dropped.
+
+    Args:
+        meter: Of the device.
+        call: What is timed.
+        heat_ms: How long the runs go on at least, of which the second half counts. A device under full load draws more
+            power than it may and lowers its clock within some tenths of a second; training runs at that clock.
+    """
     for _ in range(WARM_UPS):
-        first_ms = _elapsed_ms(lambda: meter.finish(call))
+        first_ms = max(_elapsed_ms(lambda: meter.finish(call)), 1e-3)
     fewest, most = RUNS
-    runs = max(fewest, min(most, int(BUDGET_MS / max(first_ms, 1e-3))))
+    runs = max(fewest, min(most, int(BUDGET_MS / first_ms)))
+    heating = min(MOST_HEATING, int(heat_ms / first_ms))
     watch = meter.stopwatch()
-    launches = [_elapsed_ms(lambda: (watch.lap(call), None)) for _ in range(runs)]
-    return Timing(statistics.median(watch.laps_ms()), statistics.median(launches))
+    launches = [_elapsed_ms(lambda: (watch.lap(call), None)) for _ in range(max(runs, heating))]
+    laps = watch.laps_ms()
+    # Only the first launches are sure not to wait for room in the device's queue.
+    return Timing(statistics.median(laps[-max(runs, heating // 2) :]), statistics.median(launches[:runs]))
 
 
 class CpuStopwatch:

@@ -14,6 +14,7 @@ the forward, so that what a backward indexes or masks with is valid.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -39,13 +40,24 @@ log = logging.getLogger("protrain_compile.profiler")
 ROLES: tuple[Role, ...] = ("forward", "recompute", "backward")
 
 
-def measure_template(template: Template, artefacts: ArtefactSet, hardware: HardwareProfile) -> TemplateProfile:
+HEAT_MS = 2000.0
+"""What timing under sustained load may take for one program (see ``meter.time_call``). An H200 is at its lasting clock
+within a second."""
+
+LEAST_SHARE = 0.02
+"""Of a step's time, what a template must take to be timed under sustained load."""
+
+
+def measure_template(
+    template: Template, artefacts: ArtefactSet, hardware: HardwareProfile, share: float = 0.0
+) -> TemplateProfile:
     """Return what the parts of ``template`` cost on the device that it was captured for.
 
     Args:
         template: The template; its parts are compiled if they are not yet.
         artefacts: Compiles and holds the parts.
         hardware: Says how long one launch takes, and replaces what cannot be measured.
+        share: Of a step's time, about what the template takes: its part of the time spent under sustained load.
 
     A template whose data does not fit on the device is estimated, with a warning.
     """
@@ -53,7 +65,8 @@ def measure_template(template: Template, artefacts: ArtefactSet, hardware: Hardw
     device = template_device(template)
     with measuring(device):
         try:
-            run = TemplateRun(template, artefacts, hardware, make_meter(device))
+            heat_ms = HEAT_MS * share if device.type == "cuda" and share >= LEAST_SHARE else 0.0
+            run = TemplateRun(template, artefacts, hardware, make_meter(device), heat_ms)
             return TemplateProfile(run.parts(), measured=True)
         except torch.OutOfMemoryError:
             log.warning("%s does not fit on %s: its time is estimated, not measured", template.name, device)
@@ -92,8 +105,17 @@ def measuring(device: torch.device) -> Iterator[None]:
 class TemplateRun:
     """One template's data on the device, and the calls of its parts."""
 
-    def __init__(self, template: Template, artefacts: ArtefactSet, hardware: HardwareProfile, meter: Meter) -> None:
+    def __init__(
+        self,
+        template: Template,
+        artefacts: ArtefactSet,
+        hardware: HardwareProfile,
+        meter: Meter,
+        heat_ms: float = 0.0,
+    ) -> None:
         assert template.parts is not None
+        roles = [role for role in ROLES if getattr(template.parts, role) is not None]
+        self.heat_ms = heat_ms / len(roles)
         self.template, self.artefacts, self.hardware, self.meter = template, artefacts, hardware, meter
         self.of: Parts = template.parts
         placeholders = template.joint.graph.find_nodes(op="placeholder")
@@ -117,7 +139,9 @@ class TemplateRun:
     def _time(self, role: Role) -> Timing:
         """Time a part; what its runs share is dropped on return."""
         artefact, (saved, tangents) = self._artefact(role), self._made_for(role)
-        return time_call(self.meter, lambda: artefact(self._bind(role, saved, tangents), stream="compute"))
+        return time_call(
+            self.meter, lambda: artefact(self._bind(role, saved, tangents), stream="compute"), self.heat_ms
+        )
 
     def _made_for(self, role: Role) -> tuple[list[Any], list[Any]]:
         """Return new saved values and tangents, as far as a part takes them."""
@@ -166,4 +190,19 @@ def measure_templates(
     program: Program, artefacts: ArtefactSet, hardware: HardwareProfile
 ) -> tuple[TemplateProfile, ...]:
     """Return the TemplateProfile of every template of ``program``, in order; see :func:`measure_template`."""
-    return tuple(measure_template(template, artefacts, hardware) for template in program.templates)
+    shares = template_shares(program, artefacts.mode, hardware)
+    return tuple(
+        measure_template(template, artefacts, hardware, share)
+        for template, share in zip(program.templates, shares, strict=True)
+    )
+
+
+def template_shares(program: Program, mode: CompileMode, hardware: HardwareProfile) -> list[float]:
+    """Return about what share of a step's time each template takes; a sliced loss as much as the whole one."""
+    uses = collections.Counter(program.template_of)
+    told = [estimate_template(template, hardware, mode).parts.values() for template in program.templates]
+    times = [uses[index] * sum(cost.ms for cost in costs) for index, costs in enumerate(told)]
+    whole = sum(times)
+    for index, sliced in program.sliced.items():
+        times[sliced] = times[index]
+    return [each / whole if whole > 0 else 0.0 for each in times]

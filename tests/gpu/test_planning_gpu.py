@@ -1,4 +1,4 @@
-"""Cases 13 and 14 on a device: budgets are kept by what is measured, and predicted to within a tenth."""
+"""Cases 13 and 14 on a device: budgets are kept by what is measured, and predicted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import protrain_compile
 from protrain_compile.backend import protrain
-from protrain_compile.cost_model import Prediction
 from protrain_compile.errors import BudgetError
 
 pytestmark = pytest.mark.gpu
@@ -55,8 +54,11 @@ def eager_peak() -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def planned(budget: int | None) -> tuple[Prediction, int, tuple[str, ...]]:
-    """Train under a budget; return the prediction, the measured peak of two later steps, and where chunks live."""
+def planned(budget: int | None) -> tuple[int, int, tuple[str, ...]]:
+    """Train under a budget; return the predicted and the measured peak of two later steps, and where chunks live.
+
+    What others hold, such as the workspaces of libraries, is part of both.
+    """
     free()
     own = model()
     _, optimizer = protrain_compile.prepare(
@@ -71,21 +73,22 @@ def planned(budget: int | None) -> tuple[Prediction, int, tuple[str, ...]]:
     assert found is not None
     assert found.prediction is not None
     assert part.schedule.chunks is not None
-    return found.prediction, torch.cuda.max_memory_allocated(), part.schedule.chunks.residency
+    predicted = found.prediction.peak_bytes + found.budget.other_bytes
+    return predicted, torch.cuda.max_memory_allocated(), part.schedule.chunks.residency
 
 
 def test_budgets_are_kept() -> None:
-    """Case 13: no out-of-memory, the peak within the budget and within a tenth of what was predicted."""
+    """Case 13: no out-of-memory, the peak within the budget and about what was predicted."""
     whole = eager_peak()
     for share in (1.0, 0.75, 0.5, 0.35):
         budget = int(share * whole)
         try:
-            prediction, peak, _ = planned(budget)
+            predicted, peak, _ = planned(budget)
         except BudgetError as error:
             budget = error.needed_bytes
-            prediction, peak, _ = planned(budget)
+            predicted, peak, _ = planned(budget)
         assert peak <= budget
-        assert prediction.peak_bytes == pytest.approx(peak, rel=0.1)
+        assert predicted == pytest.approx(peak, rel=0.03)
 
 
 def test_a_cap_of_the_process_is_a_budget() -> None:

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -396,3 +397,30 @@ def test_a_saved_tensor_dies_with_its_graph() -> None:
     assert tokens[1]() is not None
     del abandoned
     assert tokens[1]() is None
+
+
+def test_padded_products_are_traced_with_the_strides_that_they_have() -> None:
+    """Rows of 21 values become slices of rows of 24: what is saved says so, and what is returned is as traced."""
+    from torch._inductor.fx_passes import pad_mm
+
+    g = Graph()
+    a, b = g.input("a", 16, 8, dtype=torch.bfloat16), g.input("b", 8, 21, dtype=torch.bfloat16)
+    product = g.call(aten.mm.default, a, b)
+    rows = g.call(aten.view.default, product, [2, 8, 21])
+    module = g.module(product, rows, g.call(aten.exp.default, rows))
+    inputs = [torch.randn(16, 8).bfloat16(), torch.randn(8, 21).bfloat16()]
+    expected = module(*inputs)
+    with (
+        mock.patch.object(pad_mm, "should_pad", return_value=True),
+        mock.patch.object(pad_mm, "check_device", return_value=True),
+    ):
+        compat.prepare_joint(module, g.mode)
+    module.graph.lint()
+    strides = {node: node.meta["val"].stride() for node in module.graph.nodes if node.op == "call_function"}
+    view = next(node for node in strides if node.target in (aten.view.default, aten.reshape.default))
+    assert strides[view] == (8 * 24, 24, 1)
+    found = fx.Interpreter(module).run(*inputs)
+    results = module.graph.output_node().args[0]
+    assert [each.meta["val"].stride() for each in results] == [each.stride() for each in expected]  # type: ignore[union-attr]
+    assert [each.stride() for each in found] == [each.stride() for each in expected]
+    torch.testing.assert_close(list(found), list(expected))

@@ -14,7 +14,7 @@ from protrain_compile.profiler.update_rates import FORMATS, host_arrays, segment
 from protrain_compile.runtime.host_memory import HostMemory
 
 CPU = torch.device("cpu")
-TINY = Sizes(product=16, copy_bytes=4096, array_bytes=4096, parameters=1024, launches=5)
+TINY = Sizes(product=16, copy_bytes=4096, array_bytes=4096, parameters=1024, launches=5, heat_ms=0.0)
 
 
 def test_everything_is_measured_on_the_cpu() -> None:

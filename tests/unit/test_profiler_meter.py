@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from protrain_compile.profiler import meter
-from protrain_compile.profiler.meter import BUDGET_MS, RUNS, WARM_UPS, CpuMeter, make_meter, time_call
+from protrain_compile.profiler.meter import BUDGET_MS, MOST_HEATING, RUNS, WARM_UPS, CpuMeter, make_meter, time_call
 
 
 class Counted(CpuMeter):
@@ -28,6 +31,39 @@ def test_short_calls_run_more_often_than_long_ones(monkeypatch: object) -> None:
     assert runs_of(0.001, monkeypatch) == most
     assert runs_of(BUDGET_MS / 5, monkeypatch) == 5
     assert runs_of(10 * BUDGET_MS, monkeypatch) == fewest
+
+
+class Slowing(CpuMeter):
+    """Takes 1 ms a call at first, and 2 ms from the twentieth on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def call(self) -> None:
+        self.calls += 1
+
+    def stopwatch(self) -> Any:
+        found: list[float] = []
+
+        class Watch:
+            def lap(self, call: Any) -> Any:
+                found.append(1.0 if len(found) < 20 else 2.0)
+                return call()
+
+            def laps_ms(self) -> list[float]:
+                return found
+
+        return Watch()
+
+
+@pytest.mark.parametrize(("heat_ms", "runs", "ms"), [(0.0, 10, 1.0), (60.0, 60, 2.0), (1e6, MOST_HEATING, 2.0)])
+def test_under_sustained_load_the_lasting_time_counts(
+    heat_ms: float, runs: int, ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meter, "_elapsed_ms", lambda call: (call(), 1.0)[1])
+    slowing = Slowing()
+    assert time_call(slowing, slowing.call, heat_ms).ms == ms
+    assert slowing.calls == WARM_UPS + runs
 
 
 def test_the_cpu_counts_no_memory() -> None:
