@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from passes import effects
 from passes.effects import Access, Call, Effect, effect_of
+from passes.rank_effects import table_of
 from protrain_compile import ops
 from protrain_compile.artefacts import Artefact
 from protrain_compile.liveness import kept_sources
@@ -40,7 +42,7 @@ def schedule_operations(schedule: Schedule) -> dict[str, list[Operation]]:
 
     Results that only ever meet the compute stream are left out: there, program order is all that orders them.
     """
-    reader = _Reader()
+    reader = _Reader(table_of(schedule.chunks))
     found: dict[str, list[Operation]] = {}
     for name in ("inference", "forward", "backward"):
         if name in schedule.graphs:
@@ -54,7 +56,8 @@ def schedule_operations(schedule: Schedule) -> dict[str, list[Operation]]:
 class _Reader:
     """Reads graphs; remembers what their nodes refer to."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: Mapping[Callable[..., Any], Effect]) -> None:
+        self._table = table
         self._made: dict[fx.Node, Accesses] = {}
         self._argument_of: dict[Artefact, dict[int, int]] = {}
 
@@ -65,7 +68,7 @@ class _Reader:
     def operations(self, graph: str, module: fx.GraphModule) -> Iterator[Operation]:
         """Yield the operations of a graph."""
         for node in module.graph.nodes:
-            effect = effect_of(node)
+            effect = effect_of(node, self._table)
             if effect is None:
                 self._made.setdefault(node, self._passed_on(node))
                 continue

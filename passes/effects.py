@@ -39,7 +39,8 @@ reloaded s     they are back
 
 What an operation does may depend on what the launching thread knows: a ``prefetch`` of what a buffer holds already does
 nothing. That knowledge is the ``Ledger``, which follows the fields of ``residency.ChunkResidency`` one by one.
-A new operation of the schedule needs a row in ``EFFECTS``; a new resource or event only a name.
+A new operation of the schedule needs a row in ``EFFECTS``; a new resource or event only a name. What is different where
+ranks share chunks is in ``rank_effects``.
 The stream ``caller`` is the launching thread itself: whatever is issued after a step of it, comes after it.
 """
 
@@ -47,7 +48,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from torch import fx
 
@@ -172,7 +173,7 @@ class Ledger:
     misses: int = 0
 
     @classmethod
-    def of(cls, chunks: ChunkBinding, landings: int) -> Ledger:
+    def of(cls, chunks: ChunkBinding, landings: int) -> Self:
         """Return the ledger at the start; ``landings`` take turns, as large as the largest chunks; 0: own ones."""
         host = [c.size_bytes for c in chunks.layout.chunks if c.trainable and chunks.residency[c.index] != "persistent"]
         sizes = sorted(host, reverse=True)[:landings]
@@ -213,7 +214,7 @@ def gradients(chunk: int) -> Access:
 
 
 def buffered(buffer: int, kind: str, chunk: int) -> Access:
-    """A chunk buffer that holds ``parameters`` or ``gradients``."""
+    """A chunk buffer that holds ``parameters`` or ``gradients`` (or what ``rank_effects`` says)."""
     return Access(Resource("buffer", buffer), Content(kind, chunk))
 
 
@@ -341,10 +342,10 @@ def _update(call: Call, ledger: Ledger) -> Steps:
     must_move = bool(ledger.landings) or chunk in ledger.accumulating
     if chunk in ledger.landed and must_move and (ledger.mode == "at_step" or was_pending):
         moved = _accumulate(chunk, not was_pending, ledger, newest=True)
-    return (*moved, *(_apply(chunk, ledger) if ledger.mode == "in_backward" else ()))
+    return (*moved, *(apply_update(chunk, ledger) if ledger.mode == "in_backward" else ()))
 
 
-def _apply(chunk: int, ledger: Ledger) -> Steps:
+def apply_update(chunk: int, ledger: Ledger) -> Steps:
     """Update a chunk with the gradient that waits."""
     ledger.pending.remove(chunk)
     if ledger.on_device(chunk):
@@ -387,23 +388,6 @@ def _wait_reload(call: Call, ledger: Ledger) -> Steps:
     return (Step("compute", waits=(Event("reloaded", int(call.arguments["segment"])),)),)
 
 
-def _all_gather(call: Call, ledger: Ledger) -> Steps:
-    if call.buffer is None:
-        whole = parameters(call.chunk)
-        return (Step("gather", reads=(whole,), writes=(whole,)),)
-    held, arrival = buffered(call.buffer, "parameters", call.chunk), (Event("arrival", call.buffer),)
-    return (Step("gather", arrival, (held,), (held,), arrival),)
-
-
-def _reduce_scatter(call: Call, ledger: Ledger) -> Steps:
-    if call.buffer is None:
-        whole = gradients(call.chunk)
-        return (Step("gather", reads=(whole,), writes=(whole,)),)
-    held, read = buffered(call.buffer, "gradients", call.chunk), (Event("read", call.buffer),)
-    last_use = Step("compute", records=read)
-    return (last_use, Step("gather", read, (held,), (held,), (Event("left", call.buffer),)))
-
-
 EFFECTS: dict[Callable[..., Any], Effect] = {
     ops.snapshot: _compute,
     ops.bind: _bind,
@@ -418,22 +402,20 @@ EFFECTS: dict[Callable[..., Any], Effect] = {
     ops.release_swapped: _release_swapped,
     ops.reload: _reload,
     ops.wait_reload: _wait_reload,
-    ops.all_gather: _all_gather,
-    ops.reduce_scatter: _reduce_scatter,
 }
 """What each named operation does; calls of artefacts are all alike, see ``effect_of``."""
 
 
-def effect_of(node: fx.Node) -> Effect | None:
+def effect_of(node: fx.Node, table: Mapping[Callable[..., Any], Effect] = EFFECTS) -> Effect | None:
     """Return the row of a node's operation; None for what issues nothing (pack, getitem, placeholders, output)."""
     if isinstance(node.target, Artefact):
         return _compute
-    return EFFECTS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    return table.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
 
 
 def optimizer_step(ledger: Ledger) -> Steps:
     """Return what ``step()`` issues: the updates that wait, in the order of the chunks."""
-    return tuple(step for chunk in sorted(ledger.pending) for step in _apply(chunk, ledger))
+    return tuple(step for chunk in sorted(ledger.pending) for step in apply_update(chunk, ledger))
 
 
 def _number(call: Call) -> int:

@@ -15,7 +15,8 @@ from typing import Literal
 
 from passes import effects
 from passes.chunk_views import Operation
-from passes.effects import EFFECTS, Call, Event, Ledger, Step, UpdateMode, optimizer_step
+from passes.effects import Call, Event, Ledger, Step, UpdateMode
+from passes.rank_effects import RankLedger, optimizer_step, table_of, written
 from protrain_compile import ops
 from protrain_compile.chunks import ChunkBinding
 
@@ -25,11 +26,15 @@ SHARED_LANDINGS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """One run of a graph; ``run`` tells forwards apart: a backward belongs to the forward of its number."""
+    """One run of a graph; ``run`` tells forwards apart: a backward belongs to the forward of its number.
+
+    ``last`` is False for the backward of a micro-batch that others of the declared ones follow.
+    """
 
     graph: str
     run: int = 0
     mode: UpdateMode = "at_step"
+    last: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +65,9 @@ def forward(run: int) -> Visit:
     return Visit("forward", run)
 
 
-def backward(run: int, mode: UpdateMode = "at_step") -> Visit:
+def backward(run: int, mode: UpdateMode = "at_step", *, last: bool = True) -> Visit:
     """The backward of a forward."""
-    return Visit("backward", run, mode)
+    return Visit("backward", run, mode, last)
 
 
 STEP = Between("step")
@@ -97,6 +102,17 @@ TRAINING = (
         ),
     ),
 )
+RANKS = (
+    Tour(
+        "micro-batches on ranks",
+        0,
+        (
+            *(forward(0), backward(0, last=False), forward(1), backward(1), STEP),
+            *(forward(2), backward(2, last=False), forward(3), backward(3, "in_backward"), STEP),
+            *(forward(4), backward(4, last=False), STEP, forward(5), backward(5, "in_backward"), STEP, forward(6)),
+        ),
+    ),
+)
 INFERENCE = (
     Tour(
         "inference",
@@ -109,9 +125,11 @@ INFERENCE = (
 )
 
 
-def tours_of(graphs: Mapping[str, object]) -> tuple[Tour, ...]:
-    """Return the tours for a schedule with these graphs."""
-    return TRAINING if "backward" in graphs else INFERENCE
+def tours_of(graphs: Mapping[str, object], *, ranks: bool = False) -> tuple[Tour, ...]:
+    """Return the tours for a schedule with these graphs; ``ranks``: whether ranks share its chunks."""
+    if "backward" not in graphs:
+        return INFERENCE
+    return (*TRAINING, *RANKS) if ranks else TRAINING
 
 
 def issued_steps(
@@ -120,6 +138,8 @@ def issued_steps(
     """Yield the steps that a stop issues, in order, each with the operation that it is of."""
     if isinstance(stop, Visit):
         ledger.mode = stop.mode
+        if isinstance(ledger, RankLedger):
+            ledger.last = stop.last
         for operation in operations[stop.graph]:
             for step in operation.effect(operation.call, ledger):
                 yield step, operation
@@ -134,25 +154,30 @@ def _step(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
 
 def _forward_of_others(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
     """Yield fetches of another chunk into every shared buffer, and reads of it."""
+    table = table_of(chunks)
     for buffer in rotated(chunks.buffers, first):
         chunk = other_chunk(chunks, ledger.holder.get(buffer))
         if chunk is None:
             continue
         call = Call({"chunk": chunk, "buffer": buffer})
-        yield from EFFECTS[ops.prefetch](call, ledger)
-        yield from EFFECTS[ops.wait](call, ledger)
+        yield from table[ops.prefetch](call, ledger)
+        if chunks.sharding is not None:
+            yield from table[ops.all_gather](call, ledger)
+        yield from table[ops.wait](call, ledger)
         yield Step("compute", reads=(effects.view(ops.wait, call),))
-        yield from EFFECTS[ops.release](call, ledger)
+        yield from table[ops.release](call, ledger)
 
 
 def _backward_of_others(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
     """Yield gradients of some chunk in every shared buffer, which leave and wait for ``step()``."""
     ledger.mode = "at_step"
-    trained = trained_chunks(chunks)
+    trained, table = trained_chunks(chunks), table_of(chunks)
+    reduces = () if chunks.sharding is None else (ops.reduce_scatter,)
     for buffer in rotated(chunks.buffers if trained else 0, first):
         call = Call({"chunk": trained[buffer % len(trained)], "buffer": buffer})
-        for operation in (ops.collect, ops.offload, ops.update):
-            yield from EFFECTS[operation](call, ledger)
+        leaves = ops.release if ledger.on_device(call.chunk) else ops.offload
+        for operation in (ops.collect, *reduces, leaves, ops.update):
+            yield from table[operation](call, ledger)
 
 
 def _updates_of_others(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
@@ -161,7 +186,8 @@ def _updates_of_others(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iter
     yield Step("compute", records=(made,))
     for chunk in range(len(ledger.residency)):
         if ledger.on_device(chunk):
-            yield Step("compute", writes=(effects.parameters(chunk),))
+            left, records = written(chunk, ledger)
+            yield Step("compute", writes=(left,), records=records)
         else:
             ledger.forget(chunk)
             yield Step("host", waits=(made,), writes=(effects.home(chunk),), records=(Event("updated", chunk),))
@@ -182,10 +208,21 @@ def rotated(count: int, first: int) -> list[int]:
 
 def other_chunk(chunks: ChunkBinding, held: int | None) -> int | None:
     """Return the first chunk that moves through the shared buffers and is not ``held``."""
-    moving = (index for index, residency in enumerate(chunks.residency) if residency == "offloaded")
+    moving = (index for index in range(len(chunks.residency)) if _moves(chunks, index, "parameters"))
     return next((index for index in moving if index != held), None)
 
 
 def trained_chunks(chunks: ChunkBinding) -> list[int]:
     """Return the trainable chunks that move through the shared buffers."""
-    return [c.index for c in chunks.layout.chunks if c.trainable and chunks.residency[c.index] == "offloaded"]
+    return [
+        chunk.index
+        for chunk in chunks.layout.chunks
+        if chunk.trainable and _moves(chunks, chunk.index, "parameters", "gradients")
+    ]
+
+
+def _moves(chunks: ChunkBinding, chunk: int, *shardings: str) -> bool:
+    """Whether a chunk moves through the shared buffers: an offloaded one, or one on the device that is divided so."""
+    residency = chunks.residency[chunk]
+    divided = chunks.sharding is not None and chunks.sharding[chunk] in shardings
+    return residency == "offloaded" or (residency == "persistent" and divided)

@@ -11,7 +11,7 @@
 
 Whether streams and events keep that order too, within a graph and from step to step, is ``verify_order``'s part. Before
 ``place`` has decided the buffers, chunks take none, and only the order within the graph is checked; so it is of chunks
-that ranks share, whose events ``verify_order`` does not know.
+that ranks share until ``shard_collectives`` has written the collectives.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import fx
 
 from passes.chunk_views import Operation, schedule_operations
 from passes.effects import effect_of
+from passes.rank_effects import table_of
 from passes.schedule_graph import NO_BUFFER, is_persistent
 from passes.verify_order import verify_order
 from passes.violation import fail_at
@@ -41,9 +42,10 @@ def verify_chunks(schedule: Schedule, where: str) -> None:
         VerifierError: If an invariant does not hold.
     """
     assert schedule.chunks is not None
+    table = table_of(schedule.chunks)
     for name, module in schedule.graphs.items():
         for node in module.graph.nodes:
-            if operation_of(node) is not None and effect_of(node) is None:
+            if operation_of(node) is not None and effect_of(node, table) is None:
                 fail_at(where, name, node, "has no row in the table of effects")
     operations = schedule_operations(schedule)
     left: Contents = {}
@@ -54,7 +56,7 @@ def verify_chunks(schedule: Schedule, where: str) -> None:
             walk.divided, walk.gathered = schedule.divided, set(whole) if name == "backward" else set()
             left, whole = walk.run(operations[name]), frozenset(walk.gathered)
     placed = not any(each.call.buffer == NO_BUFFER for found in operations.values() for each in found)
-    if placed and schedule.chunks.sharding is None:
+    if placed and (schedule.chunks.sharding is None or schedule.divided):
         verify_order(schedule, where, operations)
 
 

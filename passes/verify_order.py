@@ -19,8 +19,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from passes.chunk_views import Operation
-from passes.effects import Access, Content, Event, Ledger, Resource, Step
+from passes.effects import Access, Content, Event, Resource, Step
 from passes.happens_before import HappensBefore
+from passes.rank_effects import RankLedger, ledger_of
 from passes.tours import Stop, Tour, Visit, issued_steps, tours_of
 from passes.violation import Place, fail
 from protrain_compile.chunks import ChunkBinding, ChunkLayout
@@ -33,7 +34,8 @@ def verify_order(schedule: Schedule, where: str, operations: Mapping[str, Sequen
     Raises:
         VerifierError: If an operation may run too early, or finds something else than it needs.
     """
-    for tour in tours_of(schedule.graphs):
+    ranks = schedule.chunks is not None and schedule.chunks.sharding is not None
+    for tour in tours_of(schedule.graphs, ranks=ranks):
         verify_tour(schedule, where, operations, tour)
 
 
@@ -83,7 +85,7 @@ class _Walk:
         self.tour = tour
         self.operations = operations
         self.chunks = chunks
-        self.ledger = Ledger.of(chunks, tour.landings)
+        self.ledger = ledger_of(chunks, tour.landings)
         self.order = HappensBefore()
         self.recorded: dict[Event, int] = {}
         self.histories: dict[tuple[Resource, int], _History] = {}
@@ -137,7 +139,7 @@ class _Walk:
         if history.content is not None and "gradients" in history.content.kind and not history.readers:
             self._fail(number, f"writes {access.resource}, whose {history.content} nothing has read", history.written)
         content = self._content(access, run)
-        copied = any(read.content == access.content and read.resource != access.resource for read in step.reads)
+        copied = any(_is_copy(read, access) for read in step.reads)
         self.versions[content] = self.versions.get(content, 0) + (not copied)
         history.written, history.readers = number, {}
         history.content, history.version = access.content, self.versions[content]
@@ -151,7 +153,9 @@ class _Walk:
 
     @staticmethod
     def _content(access: Access, run: int) -> tuple[Content, int]:
-        return (access.content, run if access.content.kind == "value" else -1)
+        kind, key = access.content
+        kind = "parameters" if kind == "shard" else kind  # a part of the same
+        return (Content(kind, key), run if kind == "value" else -1)
 
     def _check_after(self, number: int, other: int | None, resource: Resource, message: str) -> None:
         if other is not None and not self.order.before(other, number):
@@ -160,7 +164,7 @@ class _Walk:
     def _check_exit(self, visit: Visit) -> None:
         """Check that another graph's operations, ordered by events alone, would come after this one's accesses."""
         for (resource, _), history in self.histories.items():
-            for what, stream, events in _next_uses(resource):
+            for what, stream, events in _next_uses(resource, isinstance(self.ledger, RankLedger)):
                 waits = [self.recorded[event] for event in events if event in self.recorded]
                 for other in (history.written, *history.readers.values()):
                     if other is not None and not self.order.would_follow(stream, waits, other):
@@ -170,10 +174,22 @@ class _Walk:
         fail(self.where, self.places[number], message, None if other is None else self.places[other])
 
 
-def _next_uses(resource: Resource) -> Iterator[tuple[str, str, tuple[Event, ...]]]:
+def _is_copy(read: Access, written: Access) -> bool:
+    """Whether what is written is what was read: elsewhere, or a chunk from its shards; not new parameters."""
+    if read.content == written.content:
+        return read.resource != written.resource
+    kinds = (read.content.kind, written.content.kind)
+    return read.content.key == written.content.key and (
+        kinds == ("shard", "parameters") or (kinds == ("parameters", "shard") and read.resource != written.resource)
+    )
+
+
+def _next_uses(resource: Resource, ranks: bool) -> Iterator[tuple[str, str, tuple[Event, ...]]]:
     """Yield how another graph may use a resource next: what it does, on which stream, behind which events."""
     number = resource.key
     if resource.kind == "buffer":
+        if ranks:
+            yield "all_gather", "gather", (Event("read", number), Event("left", number))
         yield "prefetch", "h2d", (Event("read", number), Event("left", number))
         yield "collect", "compute", (Event("arrival", number), Event("left", number))
     elif resource.kind == "landing":

@@ -12,7 +12,8 @@ from torch import fx
 
 from passes import tours
 from passes.chunk_views import schedule_operations
-from passes.effects import Call, Ledger, Step, optimizer_step
+from passes.effects import Call, Ledger, Step
+from passes.rank_effects import optimizer_step
 from passes.tours import Tour
 from passes.verify_order import verify_order, verify_tour
 from protrain_compile import ops

@@ -24,6 +24,7 @@ from support.symbolic_runtime import SymbolicRuntime
 import protrain_compile
 from passes.chunk_views import schedule_operations
 from passes.effects import EFFECTS, Ledger, Step
+from passes.rank_effects import RANK_EFFECTS
 from passes.tours import STEP, Tour, backward, forward, issued_steps, tours_of
 from protrain_compile import ops
 from protrain_compile.schedule import Schedule
@@ -180,4 +181,5 @@ def test_gathered_values(residency: str) -> None:
 
 def test_every_operation_has_a_row() -> None:
     functions = [each for each in vars(ops).values() if inspect.isfunction(each)]
-    assert set(EFFECTS) == {each for each in functions if "stream" in inspect.signature(each).parameters}
+    assert set(EFFECTS) < set(RANK_EFFECTS)
+    assert set(RANK_EFFECTS) == {each for each in functions if "stream" in inspect.signature(each).parameters}

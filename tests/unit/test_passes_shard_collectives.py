@@ -6,43 +6,15 @@ import copy
 import dataclasses
 
 import pytest
-from support.prepared import CHUNKS, Stack, batch, forced, prepared
+from support.prepared import CHUNKS
+from support.rank_schedules import RANKS, shared_schedule, single_schedule
 from torch import fx
 
-import passes
-import protrain_compile as protrain
 from passes.verify_chunks import verify_chunks
 from protrain_compile import ops
 from protrain_compile.errors import VerifierError
 from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.schedule_digest import collective_lines
-from protrain_compile.shards import allowed_sharding
-
-RANKS = 4
-TURNS = {"offloaded": ("offloaded",) * CHUNKS, "persistent": ("persistent",) * CHUNKS}
-TURNS["mixed"] = tuple(("offloaded", "persistent", "split")[i % 3] for i in range(CHUNKS))
-
-
-@pytest.fixture(scope="module")
-def single() -> Schedule:
-    trainee = prepared(Stack(), forced("offloaded"))
-    trainee.called(batch())
-    return protrain.schedule(trainee.called).parts[0].schedule
-
-
-def shared(single: Schedule, residency: str, sharding: str) -> Schedule:
-    """Return the schedule of the same graph where four ranks share its chunks."""
-    assert single.chunks is not None
-    lives = TURNS[residency]
-    chunks = dataclasses.replace(
-        single.chunks,
-        residency=lives,
-        ranks=RANKS,
-        sharding=tuple(allowed_sharding(each, sharding) for each in lives),  # type: ignore[arg-type]
-    )
-    schedule = Schedule(single.program, single.plan, single.artefacts, chunks=chunks)
-    passes.schedule_pipeline().run(schedule)
-    return schedule
 
 
 def operations(schedule: Schedule, graph: str, chunk: int) -> list[str]:
@@ -61,22 +33,22 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(("residency", "sharding"), EXPECTED)
-def test_operations_of_every_chunk(single: Schedule, residency: str, sharding: str) -> None:
-    schedule = shared(single, residency, sharding)
+def test_operations_of_every_chunk(residency: str, sharding: str) -> None:
+    schedule = shared_schedule(residency, sharding)
     forward, ending = EXPECTED[residency, sharding]
     for chunk in range(CHUNKS):
         assert operations(schedule, "forward", chunk) == forward
         assert operations(schedule, "backward", chunk)[-len(ending) :] == ending
 
 
-def test_split_chunks_are_gathered_once_and_reduced(single: Schedule) -> None:
-    schedule = shared(single, "mixed", "parameters")
+def test_split_chunks_are_gathered_once_and_reduced() -> None:
+    schedule = shared_schedule("mixed", "parameters")
     assert operations(schedule, "forward", 2) == ["prefetch", *GATHERED]
     assert operations(schedule, "backward", 2) == ["wait", "collect", "reduce_scatter", "offload", "update"]
 
 
-def test_copies_move_shards_and_collectives_the_rest(single: Schedule) -> None:
-    schedule = shared(single, "offloaded", "parameters")
+def test_copies_move_shards_and_collectives_the_rest() -> None:
+    schedule = shared_schedule("offloaded", "parameters")
     assert schedule.chunks is not None
     for module in schedule.graphs.values():
         for node in module.graph.nodes:
@@ -90,25 +62,26 @@ def test_copies_move_shards_and_collectives_the_rest(single: Schedule) -> None:
             assert (operation.stream == "gather") == (operation.op in ("all_gather", "reduce_scatter"))
 
 
-def test_resident_chunks_are_gathered_in_order_of_use(single: Schedule) -> None:
+def test_resident_chunks_are_gathered_in_order_of_use() -> None:
     """Each behind the gather of the use before it: at the front where no buffer has to become free first."""
-    nodes = [n for n in shared(single, "persistent", "states").graphs["forward"].graph.nodes if operation_of(n)]
+    nodes = [n for n in shared_schedule("persistent", "states").graphs["forward"].graph.nodes if operation_of(n)]
     assert [node.target for node in nodes[:CHUNKS]] == [ops.all_gather] * CHUNKS
     assert [node.kwargs["chunk"] for node in nodes[:CHUNKS]] == list(range(CHUNKS))
-    mixed = shared(single, "mixed", "states").graphs["forward"].graph
+    mixed = shared_schedule("mixed", "states").graphs["forward"].graph
     gathers = [node.kwargs["chunk"] for node in mixed.nodes if node.target is ops.all_gather]
     assert gathers == list(range(CHUNKS))
 
 
-def test_one_rank_has_no_collectives(single: Schedule) -> None:
+def test_one_rank_has_no_collectives() -> None:
+    single = single_schedule()
     assert not single.divided
     targets = {node.target for module in single.graphs.values() for node in module.graph.nodes}
     assert not targets & {ops.all_gather, ops.reduce_scatter}
 
 
 @pytest.mark.parametrize(("residency", "sharding"), [*EXPECTED, ("mixed", "gradients")])
-def test_every_missing_collective_is_found(single: Schedule, residency: str, sharding: str) -> None:
-    schedule = shared(single, residency, sharding)
+def test_every_missing_collective_is_found(residency: str, sharding: str) -> None:
+    schedule = shared_schedule(residency, sharding)
     verify_chunks(schedule, "")
     for graph in ("forward", "backward"):
         for name in [n.name for n in schedule.graphs[graph].graph.nodes if moves(n)]:
@@ -119,8 +92,8 @@ def test_every_missing_collective_is_found(single: Schedule, residency: str, sha
                 verify_chunks(broken, "")
 
 
-def test_a_collective_at_the_wrong_place_is_found(single: Schedule) -> None:
-    schedule = shared(single, "offloaded", "parameters")
+def test_a_collective_at_the_wrong_place_is_found() -> None:
+    schedule = shared_schedule("offloaded", "parameters")
     gather = next(n for n in schedule.graphs["forward"].graph.nodes if n.target is ops.all_gather)
     for graph, target, anchor, message in (
         ("forward", ops.all_gather, ops.wait, "before it is gathered"),
@@ -140,15 +113,15 @@ def test_a_collective_at_the_wrong_place_is_found(single: Schedule) -> None:
         verify_chunks(broken, "")
 
 
-def test_the_digest_tells_layout_and_collectives_but_no_shapes(single: Schedule) -> None:
-    lines = list(collective_lines(shared(single, "mixed", "states")))
+def test_the_digest_tells_layout_and_collectives_but_no_shapes() -> None:
+    lines = list(collective_lines(shared_schedule("mixed", "states")))
     assert lines[0] == "4 buffers, 4 ranks"
     assert lines[1].startswith("chunk 0: offloaded, parameters divided, ")
     assert lines[1].endswith("stem.bias at 0, stem.weight at 64")
     assert "forward: all_gather of chunk 0 in buffer 0" in lines
     assert "forward: all_gather of chunk 1" in lines
     assert "backward: reduce_scatter of chunk 1" in lines
-    assert list(collective_lines(shared(single, "mixed", "gradients"))) != lines
+    assert list(collective_lines(shared_schedule("mixed", "gradients"))) != lines
 
 
 def moves(node: fx.Node) -> bool:
