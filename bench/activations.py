@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import torch
 from bench import common
 from bench.accuracy import SEQUENCE, Configuration, make_model, run_child
 from bench.states import fill
+from protrain_compile.report.plan_table import policies_text
 
 HEADER = ("batch", "cap GiB", "of smallest", "all recomputed, ms", "searched, ms", "faster", "searched plan")
 TIMEOUT_S = 110.0
@@ -71,8 +73,9 @@ def compare(model_name: str, batch: int, smallest: float, factor: float, steps: 
         if "error" in result:
             return (*start, "failed", "failed", "", result["error"][-1][:80])
     before, after = (result["step_ms"] for result in results)
-    plan = "{persistent}/{chunks} persistent, {kept} kept, {swapped} swapped of {blocks}".format(**results[1]["plan"])
-    return (*start, f"{before:,.0f}", f"{after:,.0f}", f"{before / after - 1:.1%}", plan)
+    persistent = "{persistent}/{chunks} persistent; ".format(**results[1]["plan"])
+    policies = policies_text(json.loads(results[1]["whole_plan"])["policies"])
+    return (*start, f"{before:,.0f}", f"{after:,.0f}", f"{before / after - 1:.1%}", persistent + policies)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

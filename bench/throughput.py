@@ -20,6 +20,7 @@ from torch import Tensor
 from bench import common
 from protrain_compile.backend import protrain
 from protrain_compile.plan import Plan
+from protrain_compile.roles import RECOMPUTES
 
 LOSS_TOLERANCE = 1e-3
 """Largest relative difference between the losses of two arms; the logits are bf16, which keeps 8 bits."""
@@ -55,7 +56,7 @@ class Bench:
         self.model = common.make_model(shape, device, torch.bfloat16)
         self.batch = common.make_batch(shape, device)
         self.arms = [Arm("torch.compile", torch.compile(self.model))]
-        for policy in ("keep", "recompute"):
+        for policy in ("keep", *reversed(RECOMPUTES)):
             options: dict[str, Any] = {"plan": Plan.uniform(policy), "schedule": "off", "compile": compile_mode}
             self.arms.append(Arm(f"protrain {policy}", torch.compile(self.model, backend=protrain, options=options)))
 

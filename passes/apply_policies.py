@@ -7,6 +7,8 @@ For a block with policy *keep* and one with *recompute* (``->`` names results)::
                t1_recompute(inputs, pinned) -> saved values        recompute, just before
                t1_backward(inputs, saved, tangents) -> gradients
 
+Between them, ``recompute_products`` and ``recompute_pointwise`` keep some saved values and call
+``t1_recompute_products(inputs, kept) -> the other saved values``; which, ``cut_recompute`` says.
 Everything outside blocks is kept. Arguments pass through ``pack``, so that the boxed call that follows holds the only
 reference to a value that is not used again. What the backward needs of the forward leaves the forward graph after its
 outputs; graph inputs are bound again instead, and those that the forward gives a new value are copied first.
@@ -23,10 +25,10 @@ from torch import fx
 
 from passes.node_facts import is_effectful
 from protrain_compile import ops
-from protrain_compile.artefacts import Role
 from protrain_compile.compat import use_boxed_calls
 from protrain_compile.liveness import kept_aliases
 from protrain_compile.program import Parts, Ref, Segment, fake_value, results_of
+from protrain_compile.roles import Role
 from protrain_compile.schedule import BackwardInputs, Operation, Schedule
 
 
@@ -203,9 +205,10 @@ class _Backward(_Writer):
             source = {"input": segment.inputs, "tangent": segment.tangents}
             return [SavedValue(index, r.index) if r.kind == "saved" else source[r.kind][r.index] for r in refs]
 
-        if self.policies[index] == "recompute" and parts.recompute is not None:
-            recomputed = [SavedValue(index, j) for j in parts.recomputed]
-            self.call(index, "recompute", keys(parts.recompute_inputs), recomputed)
+        role = parts.recompute_of.get(self.policies[index])
+        if role is not None:
+            again = parts.recomputes[role]
+            self.call(index, role, keys(again.inputs), [SavedValue(index, j) for j in again.results])
         self.call(index, "backward", keys(parts.backward_inputs), segment.gradients)
 
     def value(self, key: Key) -> fx.Node:

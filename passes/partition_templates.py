@@ -1,27 +1,30 @@
-"""Pass partition_templates: split each template into forward, recompute and backward.
+"""Pass partition_templates: split each template into forward, recomputes and backward.
 
 ``functorch``'s min-cut partitioner, run on one template's joint subgraph alone, chooses which values are saved. Then::
 
     forward    (inputs)                    -> outputs, saved values
-    recompute  (inputs, pinned saved)      -> the other saved values       (the forward, pruned)
+    recompute  (inputs, kept saved)        -> the other saved values       (the forward, pruned)
     backward   (inputs, saved, tangents)   -> gradients
 
 All policies share this one backward. Saved values that are parameters, or views and casts of parameters, are no saved
 values at all: the backward makes them again from the parameter, so that nothing but the chunk keeps a parameter alive.
-Results of random draws, effects and routing decisions are *pinned*: saved under every policy.
+Results of random draws, effects and routing decisions are *pinned*: saved under every policy. There is one recompute
+for each policy that recomputes, unless two keep the same values: see ``cut_recompute``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import fx
 
+from passes.cut_recompute import extract, finer_policies, kept_values, reached, unrepeatable_results
 from passes.node_facts import free_symbols, is_parameter_cast, is_view, never_recompute, reach
 from protrain_compile import compat
-from protrain_compile.program import Parts, Program, Ref, Template, fake_value, is_symbol
+from protrain_compile.program import Parts, Program, Recompute, Ref, Template, fake_value, is_symbol
+from protrain_compile.roles import RecomputeRole
 
 
 class PartitionTemplates:
@@ -37,13 +40,24 @@ class PartitionTemplates:
 
     def run(self, program: Program) -> bool:
         """Partition the templates; the captured graph stays as it is."""
+        of_blocks = {
+            program.templates[index]
+            for segment, index in zip(program.segments, program.template_of, strict=True)
+            if segment.stage.kind == "block"
+        }
         for template in program.templates:
-            template.parts = partition(template, inductor=self.inductor)
+            template.parts = partition(template, inductor=self.inductor, finer=template in of_blocks)
         return False
 
 
-def partition(template: Template, *, inductor: bool) -> Parts:
-    """Return the parts of one template; ``inductor`` runs its joint-graph passes first."""
+def partition(template: Template, *, inductor: bool, finer: bool = True) -> Parts:
+    """Return the parts of one template.
+
+    Args:
+        template: The template.
+        inductor: Whether to run Inductor's joint-graph passes first.
+        finer: Whether there are policies between keep and recompute.
+    """
     fake_mode = compat.fake_mode_of(template.joint.graph)
     with compat.unset_fake_temporarily():
         joint = copy.deepcopy(template.joint)
@@ -55,7 +69,7 @@ def partition(template: Template, *, inductor: bool) -> Parts:
     static = [i for i, role in enumerate(template.input_roles) if role in ("parameter", "buffer")]
     halves = _independent_halves(joint, template.num_outputs)
     forward, backward = halves or compat.partition(joint, template.num_outputs, static)
-    return _Split(template, forward, backward).parts()
+    return _Split(template, forward, backward, finer=finer).parts()
 
 
 def _independent_halves(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule] | None:
@@ -68,8 +82,8 @@ def _independent_halves(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.Gra
     if any(never_recompute(node) or _is_primal(node) for node in sources):
         return None
     forward, backward = (
-        _extract(joint, list(results[:num_outputs]), []),
-        _extract(joint, list(results[num_outputs:]), []),
+        extract(joint, list(results[:num_outputs]), []),
+        extract(joint, list(results[num_outputs:]), []),
     )
     for node in forward.graph.find_nodes(op="placeholder"):
         if not _is_primal(node):
@@ -92,7 +106,7 @@ def _forward_only(joint: fx.GraphModule, num_outputs: int) -> Parts:
 class _Split:
     """Turns the partitioner's two graphs into the parts."""
 
-    def __init__(self, template: Template, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    def __init__(self, template: Template, forward: fx.GraphModule, backward: fx.GraphModule, *, finer: bool) -> None:
         self.template = template
         self.forward, self.backward = forward, backward
         self.symbols = _symbol_placeholders(forward)
@@ -100,37 +114,36 @@ class _Split:
         results: tuple[fx.Node, ...] = forward.graph.output_node().args[0]  # type: ignore[assignment]
         self.outputs, kept = results[: template.num_outputs], results[template.num_outputs :]
         from_parameters = self._computed_from_parameters()
-        _rebuild_in_backward(backward, [node for node in kept if node in from_parameters])
+        _rebuild_in_backward(backward, [n for n in kept if n.op != "placeholder" and n in from_parameters])
         self.saved = [node for node in kept if node.op != "placeholder" and node not in from_parameters]
+        self.finer = finer_policies(from_parameters) if finer else {}
 
     def parts(self) -> Parts:
         """Return the finished parts."""
-        recompute = self._recompute_graph()
+        graphs = self._recompute_graphs()
         saved = self.saved
         positions = {node.name: Ref("saved", j) for j, node in enumerate(saved)}
-        recompute_inputs: tuple[Ref, ...] = ()
-        if recompute is not None:
-            recompute_inputs = self._refs(recompute, positions)
+        recomputes = {
+            role: Recompute(graph, self._refs(graph, positions), tuple(saved.index(node) for node in wanted))
+            for role, (graph, wanted) in graphs.items()
+        }
         backward_inputs = self._refs(self.backward, positions)
         _set_results(self.forward, (*self.outputs, *saved))
         forward_inputs = tuple(ref.index for ref in self._refs(self.forward, {}))
-        recomputed = tuple(j for j, node in enumerate(saved) if node not in self.pinned)
         return Parts(
             forward=self.forward,
             forward_inputs=forward_inputs,
             num_outputs=self.template.num_outputs,
             pinned=frozenset(j for j, node in enumerate(saved) if node in self.pinned),
-            recompute=recompute,
-            recompute_inputs=recompute_inputs,
-            recomputed=recomputed if recompute is not None else (),
+            recomputes=recomputes,
+            recompute_of=self.recompute_of,
             backward=self.backward,
             backward_inputs=backward_inputs,
         )
 
     def _computed_from_parameters(self) -> set[fx.Node]:
-        """Return the nodes that are views or casts of parameters (and of nothing else)."""
-        found: set[fx.Node] = set()
-        parameters = {
+        """Return the parameters and the nodes that are views or casts of them (and of nothing else)."""
+        found: set[fx.Node] = {
             node
             for node, role in zip(
                 self.forward.graph.find_nodes(op="placeholder"), self.template.input_roles, strict=True
@@ -139,25 +152,39 @@ class _Split:
         }
         for node in self.forward.graph.nodes:
             sources = node.all_input_nodes
-            derived = bool(sources) and all(source in found or source in parameters for source in sources)
-            if derived and (is_view(node) or is_parameter_cast(node)):
+            if sources and found.issuperset(sources) and (is_view(node) or is_parameter_cast(node)):
                 found.add(node)
         return found
 
-    def _recompute_graph(self) -> fx.GraphModule | None:
-        """Build the forward pruned to the saved values, cut at the results that must not be computed again.
+    def _recompute_graphs(self) -> dict[RecomputeRole, tuple[fx.GraphModule, list[fx.Node]]]:
+        """Build the forward pruned to the saved values that a policy drops, cut at those that it keeps.
 
-        Sets ``pinned`` and appends to ``saved`` the cut values that the partitioner did not save.
+        Sets ``pinned`` and ``recompute_of``, and appends to ``saved`` the cut values that the partitioner did not save.
         """
-        cut = _unrepeatable_results(self.forward.graph)
+        cut = unrepeatable_results(self.forward.graph)
         wanted = [node for node in self.saved if node not in cut and not is_symbol(node)]
         self.pinned = {node for node in self.saved if node in cut or is_symbol(node)}
+        self.recompute_of: dict[str, RecomputeRole] = {}
         if not wanted:
-            return None
-        needed_cuts = _needed(wanted, cut)
-        self.saved += [node for node in needed_cuts if node not in self.saved]
-        self.pinned |= set(needed_cuts)
-        return _extract(self.forward, wanted, needed_cuts)
+            return {}
+        given = reached(wanted, cut)
+        self.saved += [node for node in given if node not in self.saved]
+        self.pinned |= set(given)
+        found: dict[RecomputeRole, tuple[fx.GraphModule, list[fx.Node]]] = {}
+        for policy, again in self._dropped(wanted, cut).items():
+            same = next((role for role, (_, others) in found.items() if others == again), None)
+            if same is None:
+                found[policy] = extract(self.forward, again, reached(again, cut | (set(wanted) - set(again)))), again
+            self.recompute_of[policy] = same or policy
+        return found
+
+    def _dropped(self, wanted: list[fx.Node], cut: set[fx.Node]) -> dict[RecomputeRole, list[fx.Node]]:
+        """Return what each policy drops of ``wanted``; policies that drop nothing are left out."""
+        found: dict[RecomputeRole, list[fx.Node]] = {"recompute": wanted}
+        for policy, expensive in self.finer.items():
+            kept = kept_values(self.forward.graph, self.saved, cut, expensive)
+            found[policy] = [node for node in wanted if node not in kept]
+        return {policy: dropped for policy, dropped in found.items() if dropped}
 
     def _refs(self, module: fx.GraphModule, saved: Mapping[str, Ref]) -> tuple[Ref, ...]:
         """Drop unused placeholders and say what the others are bound to."""
@@ -172,48 +199,6 @@ class _Split:
             else:
                 refs.append(Ref("tangent", int(name.removeprefix("tangents_")) - 1))
         return tuple(refs)
-
-
-def _unrepeatable_results(graph: fx.Graph) -> set[fx.Node]:
-    """Return tensors that come straight out of operations that must run once (of a tuple: its items)."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if never_recompute(node):
-            items = [user for user in node.users if user.op == "call_function" and _is_getitem(user)]
-            found.update(items or [node])
-    return found
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
-def _needed(wanted: Iterable[fx.Node], cut: set[fx.Node]) -> list[fx.Node]:
-    """Return the members of ``cut`` that the computation of ``wanted`` reaches first, in graph order."""
-    stack, seen = list(wanted), set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            if node not in cut:
-                stack.extend(node.all_input_nodes)
-    graph_order = next(iter(seen)).graph.nodes if seen else ()
-    return [node for node in graph_order if node in seen and node in cut]
-
-
-def _extract(module: fx.GraphModule, wanted: list[fx.Node], given: list[fx.Node]) -> fx.GraphModule:
-    """Return a graph that computes ``wanted`` from the placeholders of ``module`` and the ``given`` values."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in [*module.graph.find_nodes(op="placeholder"), *given]:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = copy.copy(node.meta)
-    inside = reach(wanted, set(given))
-    for node in module.graph.nodes:
-        if node in inside and node not in copies:
-            copies[node] = graph.node_copy(node, lambda each: copies[each])
-    graph.output(tuple(copies[node] for node in wanted))
-    return fx.GraphModule(module, graph)
 
 
 def _rebuild_in_backward(backward: fx.GraphModule, kept: list[fx.Node]) -> None:

@@ -28,6 +28,7 @@ from passes.verify_swaps import verify_swaps
 from protrain_compile import ops
 from protrain_compile.errors import VerifierError
 from protrain_compile.program import Parts, Program, Template, results_of
+from protrain_compile.roles import RECOMPUTES
 from protrain_compile.schedule import Schedule, operation_of
 
 
@@ -61,8 +62,8 @@ def _check_stages(program: Program, pass_name: str) -> None:
 
 
 def _check_parts(template: Template, parts: Parts, pass_name: str) -> None:
-    if parts.recompute is not None:
-        for node in parts.recompute.graph.nodes:
+    for again in parts.recomputes.values():
+        for node in again.graph.graph.nodes:
             if never_recompute(node):
                 raise VerifierError(
                     f"after {pass_name}: {template.name} recomputes {node.name} ({node.target}), which must run once"
@@ -125,27 +126,30 @@ def _check_order(module: fx.GraphModule, where: str) -> None:
             raise VerifierError(
                 f"{where}{node.name} runs {operation.op} of {operation.what} again, after {done[key].name}"
             )
-        if operation.op == "recompute" and ("backward", operation.segment) in done:
+        if operation.op in RECOMPUTES and ("backward", operation.segment) in done:
             late = done["backward", operation.segment]
             raise VerifierError(f"{where}{node.name} recomputes {operation.what} after its backward {late.name}")
         done[key] = node
 
 
 def _check_recomputes(schedule: Schedule, where: str) -> None:
-    wanted = set()
+    wanted: dict[int, str] = {}
     for segment, policy in enumerate(block_policies(schedule)):
-        if policy == "recompute" and schedule.parts_of(segment).recompute is not None:
-            wanted.add(segment)
+        role = schedule.parts_of(segment).recompute_of.get(policy)
+        if role is not None:
+            wanted[segment] = role
     recomputed = set()
     for node in schedule.graphs["backward"].graph.nodes:
         operation = operation_of(node)
         if operation is None:
             continue
-        if operation.op == "recompute":
+        if operation.op in RECOMPUTES:
             recomputed.add(operation.segment)
-            if operation.segment not in wanted:
-                raise VerifierError(f"{where}{node.name} recomputes {operation.what}, which its policy keeps")
-        elif operation.op == "backward" and operation.segment in wanted - recomputed:
+            asked = wanted.get(operation.segment)
+            if asked != operation.op:
+                policy = "which its policy keeps" if asked is None else f"whose policy asks for {asked}"
+                raise VerifierError(f"{where}{node.name} recomputes {operation.what}, {policy}")
+        elif operation.op == "backward" and operation.segment in wanted.keys() - recomputed:
             raise VerifierError(
                 f"{where}{node.name} runs {operation.what} without the recompute that its policy asks for"
             )

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx
 
 from protrain_compile import compat
 from protrain_compile.options import CompileMode
 from protrain_compile.program import Template
+from protrain_compile.roles import Role
 from protrain_compile.row_loop import Boxed, compile_around_loop, row_loops
 
 log = logging.getLogger("protrain_compile.artefacts")
-
-Role = Literal["forward", "recompute", "backward"]
 
 
 class Artefact:
@@ -79,7 +78,7 @@ class ArtefactSet:
         key = (template, role)
         if key not in self._handles:
             assert template.parts is not None
-            graph = getattr(template.parts, role)
+            graph = template.parts.graphs().get(role)
             assert graph is not None, f"{template.name} has no {role}"
             self._handles[key] = Artefact(template, role, graph)
         return self._handles[key]

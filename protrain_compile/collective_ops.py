@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from protrain_compile.chunks import Residency
+from protrain_compile.roles import ROLES
 
 if TYPE_CHECKING:
     from protrain_compile.lowering import Op
-
-CALLS = ("forward", "recompute", "backward")
 
 
 def with_collectives(ops: Sequence[Op], residency: Sequence[Residency], *, backward: bool) -> list[Op]:
@@ -76,7 +75,7 @@ def _delay_updates(ops: Sequence[Op], residency: Sequence[Residency]) -> list[Op
     waiting: list[Op] = []
     ripe: list[Op] = []
     for op in ops:
-        if op.op in CALLS:
+        if op.op in ROLES:
             ripe, waiting = ripe + waiting, []
         if op.op != "update":
             found.append(op)

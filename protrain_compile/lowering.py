@@ -22,7 +22,7 @@ from protrain_compile.buffers import Contents, Stay, place_stays
 from protrain_compile.chunks import Residency
 from protrain_compile.collective_ops import with_collectives
 from protrain_compile.plan import Policy
-from protrain_compile.profile import Role
+from protrain_compile.roles import RecomputeRole, Role
 from protrain_compile.step_shape import Life, StepShape
 from protrain_compile.swapped_lives import SwapPlan, swap_plan
 
@@ -30,6 +30,8 @@ OpName = Literal[
     "snapshot",
     "forward",
     "recompute",
+    "recompute_products",
+    "recompute_pointwise",
     "backward",
     "bind",
     "wait",
@@ -146,9 +148,8 @@ def late_chunks(shape: StepShape) -> tuple[int, ...]:
     """Return the chunks that are read after their last gradient: there, a chunk on the host is collected later."""
     first_reader: dict[int, int] = {}
     for index in reversed(range(len(shape.segments))):
-        for role in ("recompute", "backward"):
-            call = shape.segments[index].calls.get(role)
-            for chunk in call.chunks if call is not None else ():
+        for role, call in shape.segments[index].calls.items():
+            for chunk in call.chunks if role != "forward" else ():
                 first_reader[chunk] = index
     return tuple(
         chunk
@@ -157,17 +158,15 @@ def late_chunks(shape: StepShape) -> tuple[int, ...]:
     )
 
 
-def recomputed_segments(shape: StepShape, policies: Sequence[Policy]) -> list[bool]:
-    """Return for every segment whether it is recomputed."""
-    return [
-        each.block >= 0 and policies[each.block] == "recompute" and "recompute" in each.calls for each in shape.segments
-    ]
+def recomputed_segments(shape: StepShape, policies: Sequence[Policy]) -> list[RecomputeRole | None]:
+    """Return for every segment the call that recomputes it, or None."""
+    return [each.recompute_of.get(policies[each.block]) if each.block >= 0 else None for each in shape.segments]
 
 
-def kept_until(life: Life, recomputed: Sequence[bool]) -> tuple[Role, int] | None:
+def kept_until(life: Life, recomputed: Sequence[RecomputeRole | None]) -> tuple[Role, int] | None:
     """Return the call of the backward that takes a life's storages last, or None if none does."""
     for use in life.uses:
-        role = use.recomputed if recomputed[use.segment] else use.kept
+        role = use.last(recomputed[use.segment])
         if role is not None:
             return role, use.segment
     return None
@@ -200,11 +199,12 @@ class _Call:
     behind: list[Op] = dataclasses.field(default_factory=list)
 
 
-def _backward_calls(shape: StepShape, recomputed: Sequence[bool]) -> list[_Call]:
+def _backward_calls(shape: StepShape, recomputed: Sequence[RecomputeRole | None]) -> list[_Call]:
     found = []
     for index in reversed(range(len(shape.segments))):
         calls = shape.segments[index].calls
-        roles: tuple[Role, ...] = ("recompute", "backward") if recomputed[index] else ("backward",)
+        again = recomputed[index]
+        roles: tuple[Role, ...] = ("backward",) if again is None else (again, "backward")
         found += [_Call(role, index, calls[role].chunks) for role in roles if "backward" in calls]
     return found
 

@@ -23,7 +23,8 @@ from typing import Literal
 
 from protrain_compile.lowering import Choice, Lowered, Op, kept_until, recomputed_segments
 from protrain_compile.plan import Policy
-from protrain_compile.profile import Profile, Role
+from protrain_compile.profile import Profile
+from protrain_compile.roles import ROLES, RecomputeRole, Role
 from protrain_compile.step_shape import Life, StepShape, block_rounded, segment_rounded
 from protrain_compile.swapped_lives import NOTHING, moved_bytes, swap_plan
 
@@ -125,7 +126,7 @@ def find_peak(shape: StepShape, profile: Profile, choice: Choice, lowered: Lower
 
 def inside_bytes(shape: StepShape, profile: Profile, op: Op) -> int:
     """Return the most that a call allocates beyond what is alive before it; nothing for other operations."""
-    if op.op not in ("forward", "recompute", "backward"):
+    if op.op not in ROLES:
         return 0
     segment = shape.segments[op.segment]
     role: Role = op.op
@@ -150,7 +151,9 @@ class Places:
         self.collect = {op.chunk: at for op, at in ops if op.op == "collect"}
         self._snapshots = snapshots or iter([at for op, at in ops if op.op == "snapshot"])
 
-    def spans(self, shape: StepShape, life: Life, recomputed: Sequence[bool]) -> list[tuple[int, int, int]]:
+    def spans(
+        self, shape: StepShape, life: Life, recomputed: Sequence[RecomputeRole | None]
+    ) -> list[tuple[int, int, int]]:
         """Return graph (0 or 1), begin and end of the positions after which storages are alive."""
         last = kept_until(life, recomputed)
         in_backward = (1, 0, self.call[last]) if last is not None else None

@@ -57,14 +57,14 @@ class Pattern:
         policies: Per block.
         host: Host bytes of what they swap.
         calls_ms: Compute that depends on them.
-        kept: How many blocks are kept.
+        steps: How many single changes of a block lead to them from everything kept.
     """
 
-    def __init__(self, space: PlanSpace, bounds: TimeBounds, policies: Policies) -> None:
+    def __init__(self, space: PlanSpace, bounds: TimeBounds, policies: Policies, steps: int) -> None:
         self.policies = policies
         self.host = space.swapped_bytes(policies)
         self.calls_ms = bounds.calls(policies)[2]
-        self.kept = policies.count("keep")
+        self.steps = steps
         self.swapped = policies if self.host else ()
         self.values = functools.partial(space.values_of, policies)
 
@@ -111,7 +111,7 @@ class Group:
         """Return how far away another group is: in blocks and chunks that differ."""
         if self.row.rest != other.row.rest:
             return math.inf
-        return abs(self.pattern.kept - other.pattern.kept) + abs(self.row.persistent - other.row.persistent)
+        return abs(self.pattern.steps - other.pattern.steps) + abs(self.row.persistent - other.row.persistent)
 
 
 class PlanRows:
@@ -120,7 +120,8 @@ class PlanRows:
     def __init__(self, space: PlanSpace, bounds: TimeBounds) -> None:
         usable = [residency for residency in space.residencies if space.buffer_counts(residency)]
         self.rows = [Row(space, bounds, residency) for residency in usable]
-        self.patterns = [Pattern(space, bounds, policies) for policies in space.policy_patterns] if usable else []
+        found = space.policy_patterns if usable else ()
+        self.patterns = [Pattern(space, bounds, policies, steps) for steps, policies in enumerate(found)]
 
     def least_ms(self, pattern: Pattern) -> float:
         """Return a bound on the time of all plans with some policies."""

@@ -2,14 +2,14 @@
 
 Axes (DESIGN 5, Placement)::
 
-    policies    recompute for the first blocks, keep for the last k: what is kept last is needed first
+    policies    mixes of two, the one that keeps less for the first blocks (see ``policy_mix``)
     residency   the first p chunks persistent: they are updated last in a backward, where nothing hides an update;
                 the others offloaded, or all split
     buffers     from the fewest that work to as many as there are offloaded chunks
 
 Memory is separable: ``peak = standing(residency, buffers) + values(policies)``. Values depend on the residency only
-through the chunks of ``lowering.late_chunks``, of which most models have none. A new policy joins by a new pattern in
-``policy_patterns``; a Plan that the user gives in part leaves one point on each axis that it sets.
+through the chunks of ``lowering.late_chunks``, of which most models have none. A Plan that the user gives in part
+leaves one point on each axis that it sets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from protrain_compile.errors import PlanError
 from protrain_compile.lowering import Choice, late_chunks, lower, recomputed_segments, skeleton
 from protrain_compile.memory_model import find_peak, host_bytes, standing_bytes, swapped_host_bytes, total
 from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
-from protrain_compile.profile import LinkRate, Profile, Role
+from protrain_compile.policy_mix import mixed_policies, patterns
+from protrain_compile.profile import LinkRate, Profile
+from protrain_compile.roles import Role
 from protrain_compile.shards import allowed_sharding
 from protrain_compile.step_shape import StepShape, block_rounded
 from protrain_compile.swap_order import FARTHEST
@@ -35,8 +37,6 @@ Policies = tuple[Policy, ...]
 Residencies = tuple[Residency, ...]
 
 
-BETWEEN: tuple[Policy, ...] = ("keep", "recompute")
-"""Policies of blocks between swapped ones."""
 SWAP_STEPS = 12
 """How many numbers of first blocks are looked at, of deep models."""
 
@@ -64,10 +64,10 @@ def swap_interval(shape: StepShape, profile: Profile) -> int:
 
 
 def _interleaved(blocks: int, first: int, interval: int, rest: Policy) -> Policies:
-    """Return policies: of the ``first`` blocks every ``interval``-th is swapped (0: none), the others ``rest``."""
+    """Return policies: of the ``first`` blocks every ``interval``-th is swapped, the others are ``rest``."""
     swap: Policy = "swap"
     keep: Policy = "keep"
-    begin = tuple(swap if interval and i % interval == 0 else rest for i in range(first))
+    begin = tuple(swap if i % interval == 0 else rest for i in range(first))
     return begin + (keep,) * (blocks - first)
 
 
@@ -100,12 +100,16 @@ class PlanSpace:
             fitted = given.fit(names).policies
             assert fitted is not None
             return (fitted,)
-        kept = [_interleaved(len(names), each, 0, "recompute") for each in range(len(names) + 1)]
-        return tuple(kept)
+        return patterns(len(names), self.mixed)
+
+    @functools.cached_property
+    def mixed(self) -> tuple[Policy, ...]:
+        """The policies that the search mixes, swap left aside; the one that keeps most first."""
+        return mixed_policies(self.shape, self.profile)
 
     @functools.cached_property
     def swap_patterns(self) -> tuple[Policies, ...]:
-        """More policies: every n-th of the first blocks is swapped, those between are kept or recomputed.
+        """More policies: every n-th of the first blocks is swapped, those between have one of the others.
 
         They are tried on the best plan without swap; none where the user gave policies or nothing hides the copies.
         """
@@ -114,7 +118,7 @@ class PlanSpace:
         if not interval or (given is not None and (given.policies or given.uniform_policy)):
             return ()
         firsts = [*range(1, len(names), max(1, len(names) // SWAP_STEPS)), len(names)]
-        swapping = [_interleaved(len(names), first, interval, rest) for rest in BETWEEN for first in firsts]
+        swapping = [_interleaved(len(names), first, interval, rest) for rest in self.mixed for first in firsts]
         return tuple(dict.fromkeys(swapping))
 
     @functools.cached_property
@@ -184,7 +188,7 @@ class PlanSpace:
 
     def _values_of(self, policies: Policies, late: tuple[bool, ...]) -> int:
         """Return the most of values and what is inside calls; ``late`` is from ``late_of``."""
-        if not late and set(policies) <= {"keep", "recompute"}:
+        if not late and "swap" not in policies:
             return self._value_peaks.bytes_of(policies)
         residency: list[Residency] = ["persistent"] * len(self.shape.chunks)
         for chunk, resident in zip(self._late, late, strict=True):

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from protrain_compile import json_data
 from protrain_compile.errors import ProfileError
 from protrain_compile.links import Links
+from protrain_compile.roles import Role
 
-Role = Literal["forward", "recompute", "backward"]
 Format = Literal["split", "fp32", "fp16"]
 """How a chunk's states are stored; the names of ``updates.formats.StateFormat`` in small letters."""
 

@@ -9,18 +9,20 @@ Structure passes fill it in step by step::
     outline_blocks     segments              one joint subgraph per stage
     dedupe_templates   templates             what structurally identical segments share
     slice_loss         sliced                a second template for the loss, in slices of tokens
-    partition_templates  template.parts      forward, recompute and backward of each template
+    partition_templates  template.parts      forward, recomputes and backward of each template
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import fx
+
+from protrain_compile.roles import RecomputeRole, Role
 
 
 class InputKind(enum.Enum):
@@ -93,17 +95,31 @@ class Ref:
 
 
 @dataclasses.dataclass(frozen=True)
+class Recompute:
+    """A graph that makes saved values again.
+
+    Attributes:
+        graph: ``(inputs) -> saved values listed in results``.
+        inputs: What it takes: segment inputs, and saved values that were kept.
+        results: Saved values that it returns, by position.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[Ref, ...]
+    results: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Parts:
-    """A template's three graphs and how a segment's values feed them.
+    """A template's graphs and how a segment's values feed them.
 
     Attributes:
         forward: ``(inputs) -> (outputs..., saved...)``.
         forward_inputs: Segment inputs that ``forward`` takes, by position.
         num_outputs: How many of the forward's results are outputs; the rest are saved values.
         pinned: Saved values that are never recomputed (random draws, routing decisions), by position.
-        recompute: ``(recompute_inputs) -> saved values listed in recomputed``; None if nothing can be recomputed.
-        recompute_inputs: What it takes: segment inputs and pinned saved values.
-        recomputed: Saved values that ``recompute`` returns, by position.
+        recomputes: The recomputes, each other than the others; none if nothing can be recomputed.
+        recompute_of: By which of them each policy is carried out; a policy that keeps all that it could has none.
         backward: ``(backward_inputs) -> gradients``; None for a segment without one.
         backward_inputs: What it takes: segment inputs, saved values, tangents.
     """
@@ -112,11 +128,16 @@ class Parts:
     forward_inputs: tuple[int, ...]
     num_outputs: int
     pinned: frozenset[int] = frozenset()
-    recompute: fx.GraphModule | None = None
-    recompute_inputs: tuple[Ref, ...] = ()
-    recomputed: tuple[int, ...] = ()
+    recomputes: Mapping[RecomputeRole, Recompute] = dataclasses.field(default_factory=dict)
+    recompute_of: Mapping[str, RecomputeRole] = dataclasses.field(default_factory=dict)
     backward: fx.GraphModule | None = None
     backward_inputs: tuple[Ref, ...] = ()
+
+    def graphs(self) -> dict[Role, fx.GraphModule]:
+        """Return the graph of every part that there is, in the order of ``roles.ROLES``."""
+        found: dict[Role, fx.GraphModule] = {"forward": self.forward}
+        found.update((role, again.graph) for role, again in self.recomputes.items())
+        return found if self.backward is None else {**found, "backward": self.backward}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Make a StepShape from a Program and its chunks.
 
-The reader follows the passes ``apply_policies``, ``move_chunks`` and ``insert_updates`` under both policies at once,
+The reader follows the passes ``apply_policies``, ``move_chunks`` and ``insert_updates`` under all policies at once,
 with one record per storage instead of graph nodes. As in ``liveness``, tensors that share memory are one storage, which
 lives as long as any of them, and a result that views an argument has the argument's storage.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from passes.apply_policies import SavedValue
 from passes.node_facts import is_effectful
 from protrain_compile.chunks import Chunk, ChunkLayout
 from protrain_compile.plan import Loss
-from protrain_compile.profile import Format, Role
-from protrain_compile.program import InputKind, Parts, Program, Ref, Segment, fake_value, results_of
+from protrain_compile.profile import Format
+from protrain_compile.program import InputKind, Parts, Program, Recompute, Ref, Segment, fake_value, results_of
+from protrain_compile.roles import RecomputeRole, Role
 from protrain_compile.shards import ALONE, World
 from protrain_compile.sizes import storage_bytes, storage_key
 from protrain_compile.step_shape import (
@@ -76,7 +78,11 @@ def step_shape(program: Program, training: Training | None = None, loss: Loss = 
     blocks = iter(range(len(program.segments)))
     segments = tuple(
         SegmentShape(
-            s.stage.name, next(blocks) if s.stage.kind == "block" else -1, program.template_index(i, loss), calls
+            s.stage.name,
+            next(blocks) if s.stage.kind == "block" else -1,
+            program.template_index(i, loss),
+            calls,
+            reader.recompute_of(i),
         )
         for i, (s, calls) in enumerate(zip(program.segments, reader.calls, strict=True))
     )
@@ -104,8 +110,7 @@ class _Storage:
     segment: int
     size_bytes: int
     forward_until: int = -1
-    kept: dict[int, Role] = dataclasses.field(default_factory=dict)
-    recomputed: dict[int, Role] = dataclasses.field(default_factory=dict)
+    uses: dict[int, Use] = dataclasses.field(default_factory=dict)
     collects: set[int] = dataclasses.field(default_factory=set)
     returned: bool = False
     views: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -113,12 +118,16 @@ class _Storage:
     @property
     def lives(self) -> bool:
         """Whether it outlives the call that makes it."""
-        return self.forward_until >= 0 or bool(self.kept or self.recomputed or self.collects) or self.returned
+        return self.forward_until >= 0 or bool(self.uses or self.collects) or self.returned
+
+    def use(self, segment: int, by: Role | None, role: Role) -> None:
+        """Note that ``role`` of a segment takes it while the segment is recomputed ``by`` a call, or kept (None)."""
+        changed: dict[str, Any] = {by or "kept": role}
+        self.uses[segment] = dataclasses.replace(self.uses.get(segment, Use(segment)), **changed)
 
     def life(self) -> Life:
         """Return the storage as plain data, of no size."""
-        users = sorted({*self.kept, *self.recomputed})
-        uses = tuple(Use(s, self.kept.get(s), self.recomputed.get(s)) for s in users)
+        uses = tuple(self.uses[segment] for segment in sorted(self.uses))
         collects = tuple(sorted(self.collects))
         staged = bool(self.views) and all(bundle.staged for bundle in self._layout().bundles)
         return Life(self.birth, self.segment, self.forward_until, uses, collects, self.returned, 0, 0, 0, 0, staged)
@@ -203,6 +212,11 @@ class _Reader:
         assert parts is not None
         return parts
 
+    def recompute_of(self, index: int) -> Mapping[str, RecomputeRole]:
+        """Return by which call each policy recomputes a segment; of what is no block: nothing."""
+        is_block = self.program.segments[index].stage.kind == "block"
+        return self._parts(index).recompute_of if is_block else {}
+
     # ---- forward -------------------------------------------------------------------------------------------------
 
     def _forward(self, index: int, segment: Segment) -> None:
@@ -278,7 +292,8 @@ class _Reader:
         """Give inputs that change a copy where the backward needs the old value."""
         for index, segment in enumerate(self.program.segments):
             parts = self._parts(index)
-            for ref in (*parts.recompute_inputs, *parts.backward_inputs):
+            taken = [again.inputs for again in parts.recomputes.values()]
+            for ref in itertools.chain(*taken, parts.backward_inputs):
                 key = segment.inputs[ref.index] if ref.kind == "input" else None
                 position = self._position_of(key) if key is not None else -1
                 if key is None or position < 0 or self.of.get(key) is not self.held:
@@ -295,12 +310,15 @@ class _Reader:
             return [SavedValue(index, r.index) if r.kind == "saved" else source[r.kind][r.index] for r in refs]
 
         arguments = keys(parts.backward_inputs)
-        again: dict[Key, _Storage] = {}
-        if segment.stage.kind == "block" and parts.recompute is not None:
-            again = self._recompute(index, parts, keys(parts.recompute_inputs))
+        made: dict[RecomputeRole | None, dict[Key, _Storage]] = {None: {}}
+        if segment.stage.kind == "block":
+            for role, again in parts.recomputes.items():
+                made[role] = self._recompute(index, role, again, keys(again.inputs))
         for key in arguments:
-            _use(self.of.get(key), lambda storage: storage.kept, index, "backward")
-            _use(again.get(key, self.of.get(key)), lambda storage: storage.recomputed, index, "backward")
+            for by, results in made.items():
+                storage = results.get(key, self.of.get(key))
+                if storage is not None:
+                    storage.use(index, by, "backward")
             self._view(key)
         self._call(index, "backward", parts.backward, arguments, segment.gradients, self.of)
 
@@ -315,14 +333,15 @@ class _Reader:
         if storage is not None and isinstance(value, torch.Tensor) and value.device == self.program.device:
             storage.views.append(value)
 
-    def _recompute(self, index: int, parts: Parts, arguments: list[Key]) -> dict[Key, _Storage]:
+    def _recompute(
+        self, index: int, role: RecomputeRole, again: Recompute, arguments: list[Key]
+    ) -> dict[Key, _Storage]:
         """Note a recompute; return the storages of what it returns."""
-        assert parts.recompute is not None
         for storage in self._known(arguments):
-            _use(storage, lambda each: each.recomputed, index, "recompute")
-        results: list[Key] = [SavedValue(index, j) for j in parts.recomputed]
+            storage.use(index, role, role)
+        results: list[Key] = [SavedValue(index, j) for j in again.results]
         of = {key: self.of[key] for key in arguments if key in self.of}
-        self._call(index, "recompute", parts.recompute, arguments, results, of)
+        self._call(index, role, again.graph, arguments, results, of)
         return {key: of[key] for key in results if key in of}
 
     def _gradient(self, position: int, node: Any) -> None:
@@ -341,11 +360,6 @@ class _Reader:
         made = self.made_at.get(node, (len(self.program.segments), 0))
         before = self.last_gradients.get(chunk, made)
         self.last_gradients[chunk] = max(made, before, key=lambda at: (-at[0], at[1]))
-
-
-def _use(storage: _Storage | None, uses: Callable[[_Storage], dict[int, Role]], segment: int, role: Role) -> None:
-    if storage is not None:
-        uses(storage)[segment] = role
 
 
 def _result(node: Any, views: Mapping[int, int]) -> Result | None:

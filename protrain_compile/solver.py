@@ -38,6 +38,7 @@ from protrain_compile.plan_rows import Group, Pattern, PlanRows
 from protrain_compile.plan_space import PlanSpace
 from protrain_compile.profile import Profile
 from protrain_compile.rank_shape import divided, sharding_choices
+from protrain_compile.roles import RECOMPUTES
 from protrain_compile.step_jobs import step_jobs
 from protrain_compile.step_shape import StepShape
 from protrain_compile.time_bounds import TimeBounds
@@ -207,7 +208,7 @@ class Search:
 
         Hidden: within ``STAY_SHARE`` of the same plan with all that is swapped kept on the device.
         """
-        if "recompute" not in choice.policies:
+        if set(choice.policies).isdisjoint(RECOMPUTES):
             return choice
         best, best_ms = choice, self._simulate(choice)
         for policies in self.space.swap_patterns:

@@ -28,7 +28,8 @@ from typing import NamedTuple, cast
 
 from protrain_compile.collective_times import CollectiveTimes
 from protrain_compile.lowering import Choice, Lowered, recomputed_segments
-from protrain_compile.profile import Format, HardwareProfile, LinkRate, Profile, Role
+from protrain_compile.profile import Format, HardwareProfile, LinkRate, Profile
+from protrain_compile.roles import Role
 from protrain_compile.step_shape import ChunkShape, StepShape
 from protrain_compile.swapped_lives import moved_bytes, swap_plan
 from protrain_compile.updates.threads import threads_of_share

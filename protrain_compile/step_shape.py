@@ -14,7 +14,8 @@ from typing import Literal
 
 from protrain_compile import json_data
 from protrain_compile.chunks import Residency
-from protrain_compile.profile import Format, Role
+from protrain_compile.profile import Format
+from protrain_compile.roles import RecomputeRole, Role
 from protrain_compile.shards import ALONE, Sharding, World
 
 BLOCK_BYTES = 512
@@ -25,7 +26,7 @@ LARGE_BYTES = 10 << 20
 """large being this and more."""
 
 UpdateMode = Literal["in_backward", "at_step"]
-Birth = Literal["snapshot", "forward", "recompute", "tangent", "backward"]
+Birth = Literal["snapshot", "forward", "recompute", "recompute_products", "recompute_pointwise", "tangent", "backward"]
 """The operation that makes a storage; a tangent is handed over by autograd, with the backward."""
 
 
@@ -50,13 +51,15 @@ class SegmentShape:
         name: What messages call it, such as ``block 3``.
         block: Which block it is, counted from 0; -1 for what is no block.
         template: Its template, by position in ``Program.templates``.
-        calls: Its calls. A block without ``recompute`` has nothing to recompute and is kept under every policy.
+        calls: Its calls.
+        recompute_of: Of a block: by which of its calls each policy recomputes it; under the others it is kept.
     """
 
     name: str
     block: int
     template: int
     calls: Mapping[Role, CallShape]
+    recompute_of: Mapping[str, RecomputeRole] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +69,21 @@ class Use:
     Attributes:
         segment: The segment.
         kept: The last of its calls that takes it while the segment is kept, or None.
-        recomputed: The same while it is recomputed.
+        recompute: The same while it is recomputed by the call of this name.
+        recompute_products: Likewise.
+        recompute_pointwise: Likewise.
     """
 
     segment: int
     kept: Role | None = None
-    recomputed: Role | None = None
+    recompute: Role | None = None
+    recompute_products: Role | None = None
+    recompute_pointwise: Role | None = None
+
+    def last(self, by: RecomputeRole | None) -> Role | None:
+        """Return the last call that takes it while the segment is recomputed ``by`` a call, or kept (None)."""
+        found: Role | None = self.kept if by is None else getattr(self, by)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

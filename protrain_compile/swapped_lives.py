@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from protrain_compile.plan import Policy
+from protrain_compile.roles import RecomputeRole
 from protrain_compile.step_shape import Life, StepShape
 from protrain_compile.swap_order import partners
 
@@ -33,7 +34,7 @@ class SwapPlan:
 NOTHING = SwapPlan({}, {})
 
 
-def swap_plan(shape: StepShape, policies: Sequence[Policy], recomputed: Sequence[bool]) -> SwapPlan:
+def swap_plan(shape: StepShape, policies: Sequence[Policy], recomputed: Sequence[RecomputeRole | None]) -> SwapPlan:
     """Return what ``policies`` (one per block) swap."""
     if "swap" not in policies or not shape.differentiable:
         return NOTHING
@@ -52,9 +53,9 @@ def moved_bytes(shape: StepShape, lives: Sequence[int]) -> int:
     return sum(shape.lives[number].swapped_bytes for number in lives)
 
 
-def _only_reader(life: Life, recomputed: Sequence[bool]) -> int | None:
+def _only_reader(life: Life, recomputed: Sequence[RecomputeRole | None]) -> int | None:
     """Return the one segment whose part of the backward takes a life, or None."""
-    readers = {use.segment for use in life.uses if (use.recomputed if recomputed[use.segment] else use.kept)}
+    readers = {use.segment for use in life.uses if use.last(recomputed[use.segment])}
     return readers.pop() if len(readers) == 1 else None
 
 

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 
 from protrain_compile.lowering import late_chunks, recomputed_segments
 from protrain_compile.plan_space import Policies, Residencies
-from protrain_compile.profile import Profile, Role
+from protrain_compile.profile import Profile
+from protrain_compile.roles import Role
 from protrain_compile.step_jobs import Durations
 from protrain_compile.step_shape import CallShape, StepShape
 from protrain_compile.swapped_lives import moved_bytes, swap_plan
@@ -73,7 +74,8 @@ class TimeBounds:
         ends = [0.0] * len(begins)
         recomputed = recomputed_segments(self.shape, policies)
         for index in reversed(range(len(begins)) if self.shape.differentiable else range(0)):
-            now += self._ms(index, "recompute") if recomputed[index] else 0.0
+            again = recomputed[index]
+            now += self._ms(index, again) if again is not None else 0.0
             now += self._ms(index, "backward")
             ends[index] = now
         return begins, ends, now

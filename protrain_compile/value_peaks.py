@@ -2,7 +2,8 @@
 
 When a value is born and freed depends only on the policies of the few segments that make and use it. So lives are
 grouped by these segments, and each group has one list of changes for each combination of their policies. Positions are
-the same for all: those of the step in which every block is recomputed, of which a kept block leaves its recompute out.
+the same for all: those of the step in which every block is recomputed, of which a kept block leaves its recompute out;
+whichever recompute a block has, it is at the same place.
 The changes of all groups add up to the bytes alive at every position.
 """
 
@@ -12,14 +13,16 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 
-from protrain_compile.lowering import Lowered, recomputed_segments, skeleton
+from protrain_compile.lowering import Lowered, Op, recomputed_segments, skeleton
 from protrain_compile.memory_model import Places, inside_bytes
 from protrain_compile.plan import Policy
 from protrain_compile.profile import Profile
+from protrain_compile.roles import RECOMPUTES, RecomputeRole
 from protrain_compile.step_shape import Life, StepShape
 
 _Changes = list[tuple[int, int]]
 """Positions, and bytes that are more from there on."""
+_Recomputed = tuple[RecomputeRole | None, ...]
 
 
 class ValuePeaks:
@@ -33,11 +36,16 @@ class ValuePeaks:
         self.places = Places(lowered, itertools.repeat(0))
         self.behind_forward = len(lowered.forward) + 2
         self.inside = self._insides(profile, lowered)
-        self.recomputes = {s: self._at(1, at - 1) for (role, s), at in self.places.call.items() if role == "recompute"}
+        again = {s: at for (role, s), at in self.places.call.items() if role == "recompute"}
+        self.places.call.update(((role, s), at) for s, at in again.items() for role in RECOMPUTES)
+        self.recomputes = {s: self._at(1, at - 1) for s, at in again.items()}
+        self.inside_of = {
+            (s, role): inside_bytes(shape, profile, Op(role, s)) for s in again for role in self._roles(s)
+        }
         groups: dict[tuple[int, ...], list[Life]] = {}
         for life in shape.lives:
             groups.setdefault(self._deciding(life), []).append(life)
-        self.groups: list[tuple[tuple[int, ...], list[Life], dict[tuple[bool, ...], _Changes]]]
+        self.groups: list[tuple[tuple[int, ...], list[Life], dict[_Recomputed, _Changes]]]
         self.groups = [(segments, lives, {}) for segments, lives in groups.items()]
 
     def bytes_of(self, policies: Sequence[Policy]) -> int:
@@ -52,10 +60,13 @@ class ValuePeaks:
                 changes[position] += size
         inside = self.inside.copy()
         for segment, position in self.recomputes.items():
-            if not recomputed[segment]:
-                inside[position] = 0
+            role = recomputed[segment]
+            inside[position] = self.inside_of[segment, role] if role is not None else 0
         peaks: Iterable[int] = map(operator.add, itertools.accumulate(changes), inside)
         return max(peaks)
+
+    def _roles(self, segment: int) -> list[RecomputeRole]:
+        return [role for role in RECOMPUTES if role in self.shape.segments[segment].calls]
 
     def _at(self, graph: int, position: int) -> int:
         return graph * self.behind_forward + position
@@ -71,13 +82,13 @@ class ValuePeaks:
 
     def _deciding(self, life: Life) -> tuple[int, ...]:
         """Return the segments whose policies decide when a life begins and ends."""
-        segments = {use.segment for use in life.uses} | ({life.segment} if life.birth == "recompute" else set())
+        segments = {use.segment for use in life.uses} | ({life.segment} if life.birth in RECOMPUTES else set())
         return tuple(sorted(segments & self.recomputes.keys()))
 
-    def _changes(self, lives: Sequence[Life], recomputed: Sequence[bool]) -> _Changes:
+    def _changes(self, lives: Sequence[Life], recomputed: Sequence[RecomputeRole | None]) -> _Changes:
         found: dict[int, int] = {}
         for life in lives:
-            if life.birth == "recompute" and not recomputed[life.segment]:
+            if life.birth in RECOMPUTES and life.birth != recomputed[life.segment]:
                 continue
             for graph, begin, end in self.places.spans(self.shape, life, recomputed):
                 for position, size in ((begin, life.block_bytes), (end, -life.block_bytes)):

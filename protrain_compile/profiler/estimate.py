@@ -21,10 +21,11 @@ from torch import fx
 
 from passes.node_facts import op_name
 from protrain_compile.options import CompileMode
-from protrain_compile.profile import ArtefactCost, HardwareProfile, NodeCost, Profile, Role, TemplateProfile
+from protrain_compile.profile import ArtefactCost, HardwareProfile, NodeCost, Profile, TemplateProfile
 from protrain_compile.profiler.footprint import node_changes, workspace_bytes
 from protrain_compile.profiler.kernels import Kernel, kernels_of, launches_of
 from protrain_compile.program import Parts, Program, Template
+from protrain_compile.roles import Role
 
 ATTENTION_SHARE = 0.5
 """Speed of a fused attention's products relative to plain ones. FlashAttention-3's authors report 35% utilization for
@@ -44,11 +45,9 @@ def estimate_template(template: Template, hardware: HardwareProfile, mode: Compi
     """Return what a template costs: its parts as ``mode`` compiles them, its nodes one by one."""
     assert template.parts is not None
     parts: dict[Role, ArtefactCost] = {}
-    for role in ("forward", "recompute", "backward"):
-        module = getattr(template.parts, role)
-        if module is not None:
-            dying = dying_inputs(template.parts) if role == "backward" else ()
-            parts[role] = _estimate_part(module, hardware, mode, dying)
+    for role, module in template.parts.graphs().items():
+        dying = dying_inputs(template.parts) if role == "backward" else ()
+        parts[role] = _estimate_part(module, hardware, mode, dying)
     return TemplateProfile(parts, tuple(estimate_nodes(template.joint, hardware)))
 
 

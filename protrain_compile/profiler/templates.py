@@ -4,7 +4,7 @@ For each template (``TemplateRun``)::
 
     inputs      random                                 the parameters of one segment, never the model's
     forward     (inputs)           timed               its last run's saved values are kept
-    recompute   (inputs, saved)    timed
+    recomputes  (inputs, saved)    timed
     backward    (inputs, saved, tangents)   timed      then once more, saved values and tangents dying, for its memory
     drop everything
 
@@ -26,18 +26,17 @@ from torch import Tensor, fx
 from protrain_compile import compat
 from protrain_compile.artefacts import Artefact, ArtefactSet
 from protrain_compile.options import CompileMode
-from protrain_compile.profile import ArtefactCost, HardwareProfile, Role, TemplateProfile
+from protrain_compile.profile import ArtefactCost, HardwareProfile, TemplateProfile
 from protrain_compile.profiler.estimate import dying_inputs, estimate_template
 from protrain_compile.profiler.footprint import workspace_bytes
 from protrain_compile.profiler.inputs import make_inputs, make_value
 from protrain_compile.profiler.kernels import kernels_of, launches_of
 from protrain_compile.profiler.meter import Meter, Timing, make_meter, time_call
 from protrain_compile.program import Parts, Program, Template
+from protrain_compile.roles import Role
 from protrain_compile.sizes import size_bytes
 
 log = logging.getLogger("protrain_compile.profiler")
-
-ROLES: tuple[Role, ...] = ("forward", "recompute", "backward")
 
 
 HEAT_MS = 2000.0
@@ -76,9 +75,8 @@ def measure_template(
 def compile_parts(template: Template, artefacts: ArtefactSet) -> None:
     """Compile the parts of ``template`` that are not compiled yet."""
     assert template.parts is not None
-    for role in ROLES:
-        if getattr(template.parts, role) is not None:
-            artefacts.handle(template, role)
+    for role in template.parts.graphs():
+        artefacts.handle(template, role)
     artefacts.compile()
 
 
@@ -114,8 +112,7 @@ class TemplateRun:
         heat_ms: float = 0.0,
     ) -> None:
         assert template.parts is not None
-        roles = [role for role in ROLES if getattr(template.parts, role) is not None]
-        self.heat_ms = heat_ms / len(roles)
+        self.heat_ms = heat_ms / len(template.parts.graphs())
         self.template, self.artefacts, self.hardware, self.meter = template, artefacts, hardware, meter
         self.of: Parts = template.parts
         placeholders = template.joint.graph.find_nodes(op="placeholder")
@@ -125,7 +122,7 @@ class TemplateRun:
 
     def parts(self) -> dict[Role, ArtefactCost]:
         """Return the cost of every part."""
-        return {role: self._cost(role) for role in ROLES if getattr(self.of, role) is not None}
+        return {role: self._cost(role) for role in self.of.graphs()}
 
     def _cost(self, role: Role) -> ArtefactCost:
         timing = self._time(role)
@@ -155,7 +152,7 @@ class TemplateRun:
         """Return the arguments of a part."""
         if role == "forward":
             return [self.inputs[i] for i in self.of.forward_inputs]
-        refs = self.of.recompute_inputs if role == "recompute" else self.of.backward_inputs
+        refs = self.of.backward_inputs if role == "backward" else self.of.recomputes[role].inputs
         values = {"input": self.inputs, "saved": saved, "tangent": tangents}
         return [values[ref.kind][ref.index] for ref in refs]
 

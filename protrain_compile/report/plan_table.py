@@ -21,9 +21,10 @@ RENAMED = {"inside calls": "workspace"}
 
 
 def policies_text(policies: Sequence[str]) -> str:
-    """Return ``26 blocks: 8 keep, 18 recompute``."""
+    """Return ``26 blocks: 8 keep, 18 recompute``; policies that no block has are left out."""
     counts = collections.Counter(policies)
-    return f"{len(policies)} blocks: " + ", ".join(f"{counts[p]} {p}" for p in POLICIES)
+    shown = ", ".join(f"{counts[policy]} {policy}" for policy in POLICIES if counts[policy])
+    return f"{len(policies)} blocks: {shown}" if policies else "no blocks"
 
 
 def chunks_text(residency: Sequence[str], largest_bytes: int, buffers: int) -> str:

@@ -11,6 +11,7 @@ from tabulate import tabulate
 from protrain_compile.profile import HardwareProfile, NodeCost, Profile, TemplateProfile
 from protrain_compile.program import Program
 from protrain_compile.report.units import format_bytes
+from protrain_compile.roles import ROLES
 
 OPS_SHOWN = 12
 """Operations of a template that have a row of their own; the others share one."""
@@ -53,7 +54,7 @@ def _templates_table(program: Program, named: Sequence[tuple[str, TemplateProfil
 
 
 def _total(program: Program, templates: Sequence[TemplateProfile]) -> str:
-    ms: dict[str, float] = dict.fromkeys(("forward", "recompute", "backward"), 0.0)
+    ms: dict[str, float] = dict.fromkeys(ROLES, 0.0)
     for number in program.template_of:
         for role, cost in templates[number].parts.items():
             ms[role] += cost.ms

@@ -16,6 +16,7 @@ from protrain_compile.plan import POLICIES
 from protrain_compile.report.render import format_numbers
 from protrain_compile.report.rows import Fold, fold, schedule_rows, unfold
 from protrain_compile.report.units import format_bytes
+from protrain_compile.roles import RECOMPUTES
 
 policies = st.sampled_from(POLICIES)
 names = st.text('blocks.0123é"\\', max_size=12)
@@ -66,8 +67,8 @@ def test_the_schedule_of_a_random_plan(chosen: list[Any]) -> None:
         assert alive[name].end_bytes >= alive[name].held_bytes
     assert alive["forward"].end_bytes >= alive["forward"].held_bytes + saved
     assert sum(row.saved_bytes for found in rows.values() for row in found) == saved
-    recomputed = [row.operation.what for row in rows["backward"] if row.operation.op == "recompute"]
-    assert recomputed == [f"block {i}" for i in reversed(range(BLOCKS)) if chosen[i] == "recompute"]
+    recomputed = [row.operation.what for row in rows["backward"] if row.operation.op in RECOMPUTES]
+    assert recomputed == [f"block {i}" for i in reversed(range(BLOCKS)) if chosen[i] in RECOMPUTES]
 
 
 @settings(max_examples=10, deadline=None)

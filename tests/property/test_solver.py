@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.made_shapes import MB, Stack, prefix, random_hardware, random_stack
+from support.made_shapes import MB, Finer, Stack, prefix, random_hardware, random_stack
 
 from protrain_compile import Plan
-from protrain_compile.cost_model import simulate
+from protrain_compile.cost_model import rates_of, simulate
 from protrain_compile.errors import BudgetError
 from protrain_compile.links import Links
-from protrain_compile.lowering import late_chunks
+from protrain_compile.lowering import Choice, late_chunks
 from protrain_compile.plan import POLICIES
 from protrain_compile.plan_space import PlanSpace, swap_interval
 from protrain_compile.profile import Profile
@@ -23,6 +24,7 @@ from protrain_compile.rank_shape import divided, sharding_choices
 from protrain_compile.shards import World
 from protrain_compile.solver import STAY_SHARE, Key, search, time_cell
 from protrain_compile.step_shape import CallShape, StepShape
+from protrain_compile.time_bounds import TimeBounds
 
 seeds = st.integers(0, 10**6)
 
@@ -255,10 +257,32 @@ def test_a_model_that_is_not_prepared() -> None:
     assert 0 < part.plan.policies.count("keep") < 4
 
 
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(seeds)
+def test_mixes_of_neighbours_are_enough(seed: int) -> None:
+    """Any policies for any blocks are at most one block's recompute faster than the mixes that are looked at."""
+    draw = random.Random(seed)
+    stack = dataclasses.replace(random_stack(draw, 4), workspace_mb=0)
+    shape, profile = stack.shape(), stack.profile()
+    space = PlanSpace(shape, profile, Plan(uniform_residency="persistent"))
+    times = TimeBounds(shape, profile, rates_of(shape, profile))
+    resident, names = space.residencies[0], [each.role for each in stack.recomputes]
+
+    def cost(policies: Any) -> tuple[int, float]:
+        return space.peak_bytes(Choice(policies, resident, 3)), times.compute_ms(policies, resident)
+
+    offered = [cost(each) for each in space.policy_patterns]
+    for peak, ms in map(cost, itertools.product(("keep", *names), repeat=stack.blocks)):
+        fitting = [each for size, each in offered if size <= max(peak, offered[-1][0])]
+        assert min(fitting) <= ms + stack.forward_ms + 1e-9
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_few_plans_are_simulated(clips: bool) -> None:
-    """What keeps the search fast, without looking at a clock: of some 50,000 plans it simulates few."""
-    stack = Stack(blocks=48, clips=clips, forward_ms=10.0, backward_ms=20.0)
+    """What keeps the search fast, without looking at a clock: of some 150,000 plans it simulates few."""
+    finer = Finer("recompute_products", 5, 7.0), Finer("recompute_pointwise", 28, 0.8)
+    stack = Stack(blocks=48, clips=clips, forward_ms=10.0, backward_ms=20.0, finer=finer)
+    assert len(PlanSpace(stack.shape(), stack.profile()).policy_patterns) == 3 * 48 + 1
     shape, profile = stack.shape(), stack.profile(both=42.0, beside=20.0, beside_copies=4.0)
     for cap in (3_000, 6_000, 12_000):
         assert search(shape, profile, device_bytes=cap * MB, host_bytes=None).simulated <= 40

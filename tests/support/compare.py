@@ -83,6 +83,12 @@ def turns(blocks: int) -> Plan:
     return Plan(policies=tuple(order[i % 4] for i in range(blocks)))
 
 
+def finer(blocks: int) -> Plan:
+    """Return the plan in which all policies that recompute, and keep, take turns."""
+    order: tuple[Any, ...] = ("recompute_pointwise", "recompute_products", "recompute", "keep")
+    return Plan(policies=tuple(order[i % 4] for i in range(blocks)))
+
+
 def check_plans(
     model: nn.Module,
     step: Step,
@@ -112,7 +118,7 @@ def check_plans(
     assert plan_blocks(schedule) == blocks, schedule.render()
     assert schedule.parts[0].graph.program.structures <= templates, schedule.render()
     compiles = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    mixed = (alternating(blocks), alternating(blocks, "recompute"), turns(blocks))
+    mixed = (alternating(blocks), finer(blocks), turns(blocks))
     for plan in (Plan.uniform("recompute"), *mixed, Plan.uniform("swap"), Plan.uniform("keep")):
         _restore(model, start)
         schedule.use(plan)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import networkx
@@ -17,10 +19,20 @@ from protrain_compile.profile import (
     Profile,
     TemplateProfile,
 )
+from protrain_compile.roles import RECOMPUTES, RecomputeRole
 from protrain_compile.step_jobs import STREAMS, StepJobs
 from protrain_compile.step_shape import CallShape, ChunkShape, Life, SegmentShape, StepShape, Use
 
 MB = 1_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Finer:
+    """A recompute of a block: what its policy keeps of the saved values, and what making the others again takes."""
+
+    role: RecomputeRole
+    kept_mb: int
+    ms: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,24 +51,19 @@ class Stack:
     launches: int = 5
     clips: bool = False
     landings: int = 4
+    finer: tuple[Finer, ...] = ()
 
     def shape(self) -> StepShape:
         """Return the shape: saved values can be recomputed from a block's input, which is the output before."""
         last = self.blocks + 1
         segments = tuple(self._segment(i) for i in range(last + 1))
         chunks = tuple(self._chunk(i) for i in range(last + 1))
-        lives = []
-        for i in range(1, last + 1):
-            recomputes = i <= self.blocks
-            lives.append(
-                _life("forward", i, self.saved_mb, uses=[Use(i, "backward", None if recomputes else "backward")])
-            )
-            if recomputes:
-                lives.append(_life("recompute", i, self.saved_mb, uses=[Use(i, None, "backward")]))
+        lives = [_life("forward", last, self.saved_mb, uses=[_use(last)])]
+        for i in range(1, last):
+            lives += self._saved(i)
         for i in range(last):
-            uses = [Use(i + 1, "backward", "backward")]
-            lives.append(_life("forward", i, self.output_mb, until=i + 1, uses=uses))
-            lives.append(_life("backward", i + 1, self.output_mb, uses=[Use(i, "backward", "backward")]))
+            lives.append(_life("forward", i, self.output_mb, until=i + 1, uses=[_use(i + 1, *RECOMPUTES)]))
+            lives.append(_life("backward", i + 1, self.output_mb, uses=[_use(i, *RECOMPUTES)]))
         lives += [_life("backward", i, chunk.size_bytes // MB, collects=(i,)) for i, chunk in enumerate(chunks)]
         return StepShape(
             name="Stack",
@@ -70,15 +77,32 @@ class Stack:
             clips=self.clips,
         )
 
+    def _saved(self, block: int) -> Iterator[Life]:
+        """Yield the saved values of a block in bands: what a policy keeps, the next one keeps, too."""
+        kept = [each.kept_mb for each in self.recomputes]
+        for low, high in itertools.pairwise([*kept, self.saved_mb]):
+            keeping = [each.role for each in self.recomputes if each.kept_mb >= high]
+            yield _life("forward", block, high - low, uses=[_use(block, *keeping)])
+            for each in self.recomputes:
+                if each.kept_mb <= low:
+                    uses: Any = {each.role: "backward"}
+                    yield _life(each.role, block, high - low, uses=[Use(block, **uses)])
+
+    @property
+    def recomputes(self) -> tuple[Finer, ...]:
+        """All recomputes, the one that keeps nothing first."""
+        return (Finer("recompute", 0, self.forward_ms), *self.finer)
+
     def _segment(self, index: int) -> SegmentShape:
         block = index - 1 if 1 <= index <= self.blocks else -1
         size = self.saved_mb * (index > 0) + self.output_mb
         calls: Any = {"forward": CallShape((index,), size * MB)}
-        if block >= 0:
-            calls["recompute"] = CallShape((index,), self.saved_mb * MB)
+        recomputes = self.recomputes if block >= 0 else ()
+        calls |= {each.role: CallShape((index,), (self.saved_mb - each.kept_mb) * MB) for each in recomputes}
         calls["backward"] = CallShape((index,), (self.output_mb + self._chunk_mb(index)) * MB)
         name = f"block {block}" if block >= 0 else ("prologue" if index == 0 else "epilogue")
-        return SegmentShape(name, block, 0 if block < 0 else 1, calls)
+        recompute_of: Any = {each.role: each.role for each in recomputes}
+        return SegmentShape(name, block, 0 if block < 0 else 1, calls, recompute_of)
 
     def _chunk_mb(self, index: int) -> int:
         return self.chunk_mb if 1 <= index <= self.blocks else self.ends_mb
@@ -93,11 +117,18 @@ class Stack:
         ends = ArtefactCost(self.ends_ms, workspace, self.launches)
         forward = ArtefactCost(self.forward_ms, workspace, self.launches)
         backward = ArtefactCost(self.backward_ms, workspace, self.launches)
+        again = {each.role: ArtefactCost(each.ms, workspace, self.launches) for each in self.recomputes}
         templates = (
             TemplateProfile({"forward": ends, "backward": ends}),
-            TemplateProfile({"forward": forward, "recompute": forward, "backward": backward}),
+            TemplateProfile({"forward": forward, **again, "backward": backward}),
         )
         return Profile(plain_hardware(**hardware), templates)
+
+
+def _use(segment: int, *roles: RecomputeRole) -> Use:
+    """Return that the backward takes a storage, where the segment is kept or recomputed by one of ``roles``."""
+    given: Any = dict.fromkeys(roles, "backward")
+    return Use(segment, "backward", **given)
 
 
 def _life(birth: Any, segment: int, size_mb: int, until: int = -1, uses: Any = (), collects: Any = ()) -> Life:
@@ -135,7 +166,7 @@ def plain_hardware(
 
 def random_stack(draw: random.Random, blocks: int) -> Stack:
     """Return sizes of any proportion: bound by compute, by the link, or by the host."""
-    return Stack(
+    stack = Stack(
         blocks=blocks,
         chunk_mb=draw.choice((20, 100, 300)),
         ends_mb=draw.choice((10, 100, 400)),
@@ -149,6 +180,15 @@ def random_stack(draw: random.Random, blocks: int) -> Stack:
         clips=draw.random() < 0.4,
         landings=draw.choice((1, 2, 4)),
     )
+    return dataclasses.replace(stack, finer=random_finer(draw, stack))
+
+
+def random_finer(draw: random.Random, stack: Stack) -> tuple[Finer, ...]:
+    """Return none, one or both of the finer policies, worth their memory or not."""
+    kept = sorted(draw.randint(0, stack.saved_mb) for _ in RECOMPUTES[1:])
+    times = sorted((draw.random() * stack.forward_ms for _ in kept), reverse=True)
+    both = [Finer(*each) for each in zip(RECOMPUTES[1:], kept, times, strict=True)]
+    return tuple(each for each in both if draw.random() < 0.6)
 
 
 def random_hardware(draw: random.Random) -> dict[str, float]:
@@ -166,9 +206,9 @@ def random_hardware(draw: random.Random) -> dict[str, float]:
 
 
 def prefix(shape: StepShape, persistent: int, policies: str, buffers: int = 3, rest: Any = "offloaded") -> Choice:
-    """Return a choice: ``persistent`` chunks at the front, and a letter for each block (k, r)."""
+    """Return a choice: ``persistent`` chunks at the front, and a letter for each block (k, r, p, w)."""
     kinds: Any = ("persistent",) * persistent + (rest,) * (len(shape.chunks) - persistent)
-    names: Any = {"k": "keep", "r": "recompute"}
+    names: Any = {"k": "keep", "r": "recompute", "p": "recompute_products", "w": "recompute_pointwise"}
     return Choice(tuple(names[letter] for letter in policies), kinds, buffers)
 
 

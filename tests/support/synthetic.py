@@ -27,7 +27,7 @@ from passes.tours import Tour, Visit, rotated, trained_chunks
 from protrain_compile import Plan
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.chunks import RESIDENCIES, ChunkBinding, ChunkLayout, ParameterSpec
-from protrain_compile.program import GraphInput, InputKind, Parts, Program, Ref, Segment, Stage, Template
+from protrain_compile.program import GraphInput, InputKind, Parts, Program, Recompute, Ref, Segment, Stage, Template
 from protrain_compile.schedule import Schedule
 
 aten = torch.ops.aten
@@ -199,9 +199,8 @@ def _parts(
         forward=_part(inputs, 1 + saved),
         forward_inputs=tuple(range(inputs)),
         num_outputs=1,
-        recompute=_part(len(again), saved),
-        recompute_inputs=again,
-        recomputed=tuple(range(saved)),
+        recomputes={"recompute": Recompute(_part(len(again), saved), again, tuple(range(saved)))},
+        recompute_of={"recompute": "recompute"},
         backward=_part(len(back), results),
         backward_inputs=back,
     )
@@ -263,7 +262,7 @@ class Eager:
             x, saved = self.kept[visit.run][index]
             inputs = self._inputs(index, visit.run, x)
             if self.synthetic.policies[index] == "recompute":
-                given = [inputs[ref.index] for ref in template.parts.recompute_inputs]
+                given = [inputs[ref.index] for ref in template.parts.recomputes["recompute"].inputs]
                 saved = _call(f"{template.name}_recompute", given, block.saved)
             tangents = [gradient, *(total[i] for i in block.parameters if i in total)]
             source = {"input": inputs, "saved": saved, "tangent": tangents}

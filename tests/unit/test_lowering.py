@@ -20,6 +20,7 @@ from protrain_compile.liveness import schedule_liveness
 from protrain_compile.lowering import Choice, Op, lower, skeleton
 from protrain_compile.memory_model import find_peak, live_values
 from protrain_compile.profile import ArtefactCost, Profile, TemplateProfile
+from protrain_compile.roles import RECOMPUTES, ROLES
 from protrain_compile.step_shape import StepShape
 from protrain_compile.value_peaks import ValuePeaks
 
@@ -137,12 +138,12 @@ def test_too_few_buffers() -> None:
 def test_value_peaks_are_those_of_the_memory_model(name: str) -> None:
     """Whatever is recomputed: snapshots, frozen chunks and values that many segments share included."""
     shape, draw = case(name).shape, random.Random(name)
-    costs = {role: ArtefactCost(1.0, draw.randrange(10**6)) for role in ("forward", "recompute", "backward")}
+    costs = {role: ArtefactCost(1.0, draw.randrange(10**6)) for role in ROLES}
     templates = 1 + max(segment.template for segment in shape.segments)
     profile = Profile(plain_hardware(), (TemplateProfile(costs),) * templates)
     peaks = ValuePeaks(shape, profile)
     for _ in range(PLANS):
-        policies: Any = tuple(draw.choice(("keep", "recompute")) for _ in shape.block_names)
+        policies: Any = tuple(draw.choice(("keep", *RECOMPUTES)) for _ in shape.block_names)
         resident: Any = ("persistent",) * len(shape.chunks)
         choice = Choice(policies, resident, 3)
         found = find_peak(shape, profile, choice, skeleton(shape, policies, resident))

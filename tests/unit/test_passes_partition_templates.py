@@ -56,12 +56,14 @@ def check_parts(template: Template) -> None:
     if parts.backward is None:
         assert len(expected) == parts.num_outputs
         return
-    if parts.recompute is not None:
-        pinned = [value if i in parts.pinned else None for i, value in enumerate(saved)]
-        again = parts.recompute(*bind(parts.recompute_inputs, inputs, pinned, tangents))
-        for index, value in zip(parts.recomputed, again, strict=True):
-            assert_equal(value, saved[index])
-    assert set(parts.recomputed) | parts.pinned == set(range(len(saved))) or parts.recompute is None
+    for recompute in parts.recomputes.values():
+        kept = [None if i in recompute.results else value for i, value in enumerate(saved)]
+        again = recompute.graph(*bind(recompute.inputs, inputs, kept, tangents))
+        for index, value in zip(recompute.results, again, strict=True):
+            torch.testing.assert_close(value, saved[index], rtol=0, atol=0)
+        assert not parts.pinned & set(recompute.results)
+    if parts.recomputes:
+        assert set(parts.recomputes["recompute"].results) | parts.pinned == set(range(len(saved)))
     gradients = parts.backward(*bind(parts.backward_inputs, inputs, saved, tangents))
     assert_equal(list(gradients), list(expected[parts.num_outputs :]))
 
@@ -84,25 +86,21 @@ def test_the_parts_compute_what_the_joint_graph_computes(program: Program) -> No
 def test_the_graphs_are_well_formed_and_take_only_what_they_use(program: Program) -> None:
     for template in program.templates:
         assert template.parts is not None
-        for module in (template.parts.forward, template.parts.recompute, template.parts.backward):
-            if module is not None:
-                module.graph.lint()
-                assert all(node.users for node in module.graph.find_nodes(op="placeholder"))
-        counts = [
-            (template.parts.forward, len(template.parts.forward_inputs)),
-            (template.parts.recompute, len(template.parts.recompute_inputs)),
-            (template.parts.backward, len(template.parts.backward_inputs)),
-        ]
-        for module, count in counts:
-            assert module is None or len(module.graph.find_nodes(op="placeholder")) == count
+        parts = template.parts
+        counts = {"forward": len(parts.forward_inputs), "backward": len(parts.backward_inputs)}
+        counts |= {role: len(recompute.inputs) for role, recompute in parts.recomputes.items()}
+        for role, module in parts.graphs().items():
+            module.graph.lint()
+            assert all(node.users for node in module.graph.find_nodes(op="placeholder"))
+            assert len(module.graph.find_nodes(op="placeholder")) == counts[role]
 
 
 def test_draws_are_saved_and_not_repeated(program: Program) -> None:
     for template in program.templates:
         parts = template.parts
         assert parts is not None
-        if parts.recompute is not None:
-            assert not any(never_recompute(node) for node in parts.recompute.graph.nodes)
+        for recompute in parts.recomputes.values():
+            assert not any(never_recompute(node) for node in recompute.graph.graph.nodes)
         draws = [node for node in parts.forward.graph.nodes if node.op == "call_function" and never_recompute(node)]
         if draws and parts.backward is not None:
             assert parts.pinned
@@ -127,9 +125,8 @@ def test_seeded_dropout_is_recomputed() -> None:
     program = partitioned(GPT(2, dropout=0.2), inductor=True)
     parts = program.templates[1].parts
     assert parts is not None
-    assert parts.recompute is not None
-    targets = {node.target for node in parts.recompute.graph.nodes}
-    assert torch.ops.prims.inductor_random.default in targets
+    for recompute in parts.recomputes.values():
+        assert torch.ops.prims.inductor_random.default in {node.target for node in recompute.graph.graph.nodes}
 
 
 def test_the_captured_graph_and_the_template_stay() -> None:
@@ -180,7 +177,7 @@ def test_a_template_without_a_backward() -> None:
     template = Template("t0", graph.module(graph.call(aten.add.Tensor, x, y)), ("value",) * 3, 1)
     parts = partition(template, inductor=False)
     assert parts.forward_inputs == (0, 2)
-    assert (parts.backward, parts.recompute, parts.pinned, parts.backward_inputs) == (None, None, frozenset(), ())
+    assert (parts.backward, parts.recomputes, parts.pinned, parts.backward_inputs) == (None, {}, frozenset(), ())
     assert len(list(parts.forward.graph.find_nodes(op="placeholder"))) == 2
     assert unused in template.joint.graph.nodes, "the template itself stays as it is"
 
@@ -215,5 +212,5 @@ def test_routing_decisions_are_pinned() -> None:
     saved = results_of(parts.forward)[parts.num_outputs :]
     pinned = [saved[i] for i in parts.pinned]
     assert any(fake_value(node).dtype == torch.int64 for node in pinned)
-    if parts.recompute is not None:
-        assert not any(never_recompute(node) for node in parts.recompute.graph.nodes)
+    for recompute in parts.recomputes.values():
+        assert not any(never_recompute(node) for node in recompute.graph.graph.nodes)

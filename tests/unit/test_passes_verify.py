@@ -13,7 +13,7 @@ from torch import fx
 
 from passes.verify import VerifierError, verify_program, verify_schedule
 from protrain_compile import ProtrainError, ops
-from protrain_compile.program import GraphInput, InputKind, Parts, Program, Stage, Template
+from protrain_compile.program import GraphInput, InputKind, Parts, Program, Recompute, Stage, Template
 from protrain_compile.schedule import Operation, Schedule, operation_of
 
 aten = torch.ops.aten
@@ -110,7 +110,10 @@ def test_a_recompute_of_what_must_run_once(target: Any, arguments: tuple[Any, ..
     recompute = graph.module(graph.call(target, x, *arguments))
     forward = Graph()
     parts = Parts(
-        forward.module(forward.call(aten.sin.default, forward.input("primals_1", 4))), (0,), 1, recompute=recompute
+        forward.module(forward.call(aten.sin.default, forward.input("primals_1", 4))),
+        (0,),
+        1,
+        recomputes={"recompute_pointwise": Recompute(recompute, (), ())},
     )
     with pytest.raises(VerifierError, match=r"after split: t0 recomputes \w+ \(aten.*\), which must run once"):
         verify_program(with_parts(parts, ("value",)), "split")
@@ -182,6 +185,12 @@ def test_a_forgotten_recompute(schedule: Schedule) -> None:
 def test_a_recompute_against_the_policy(schedule: Schedule) -> None:
     schedule.plan = mixed("kkk")
     with pytest.raises(VerifierError, match="recomputes block 1, which its policy keeps"):
+        verify_schedule(schedule, "x")
+
+
+def test_a_recompute_of_another_policy(schedule: Schedule) -> None:
+    schedule.plan = mixed("kwk")
+    with pytest.raises(VerifierError, match="recomputes block 1, whose policy asks for recompute_pointwise"):
         verify_schedule(schedule, "x")
 
 

@@ -220,7 +220,7 @@ def models() -> dict[str, tuple[nn.Module, protrain_compile.ModelSchedule]]:
 def test_the_head(models: dict[str, Any]) -> None:
     lines = models["krrrr"][1].render().splitlines()
     assert re.fullmatch(r"protrain schedule: GPT, cpu, built in \d+\.\d s \(3 templates, 7 segments\)", lines[0])
-    assert re.fullmatch(r"plan {6}5 blocks: 1 keep, 4 recompute, 0 swap", lines[1])
+    assert re.fullmatch(r"plan {6}5 blocks: 1 keep, 4 recompute", lines[1])
     assert re.fullmatch(
         r"memory {4}parameters \S+ KiB, saved for the backward \S+ KiB; "
         r"peak live \S+ KiB in (backward|recompute) block \d "
@@ -394,6 +394,6 @@ def test_a_prepared_models_plan_line_counts_its_chunks() -> None:
     count = len(chunks.layout.chunks)
     assert count > 1
     line = next(line for line in shown.render().splitlines() if line.startswith("plan"))
-    assert line.startswith(f"plan      3 blocks: 0 keep, 3 recompute, 0 swap; {count} chunks of up to ")
+    assert line.startswith(f"plan      3 blocks: 3 recompute; {count} chunks of up to ")
     assert line.endswith(f": 0 persistent, {count} offloaded, 0 split, 3 buffers")
     assert shown.render().splitlines()[-1].startswith("moved ")
