@@ -79,6 +79,7 @@ class Group:
         values: Bytes of values at their peak.
         counts: The numbers of buffers that fit.
         least_ms: A bound on the time of all of them.
+        bound_by: Which of ``time_bounds`` that is at first.
         bounds: How many kinds of bounds were taken.
         judged: Whether it was decided under assumptions.
     """
@@ -88,6 +89,7 @@ class Group:
     values: int
     counts: range
     least_ms: float
+    bound_by: str
     bounds: int = 0
     judged: bool = False
 
@@ -107,11 +109,16 @@ class Group:
         """Return a bound on its time."""
         return max(self.least_ms, self.row.shared_ms(buffers, self.pattern.swapped))
 
-    def distance(self, other: Group) -> float:
-        """Return how far away another group is: in blocks and chunks that differ."""
-        if self.row.rest != other.row.rest:
-            return math.inf
-        return abs(self.pattern.steps - other.pattern.steps) + abs(self.row.persistent - other.row.persistent)
+    def below(self, peak_bytes: int) -> range:
+        """Return the numbers of buffers with which it takes less than ``peak_bytes``."""
+        end = math.ceil((peak_bytes - self.peak_bytes(0)) / max(self.row.buffer, 1))
+        return range(self.counts[0], min(self.counts[-1] + 1, end))
+
+    def apart(self, other: Group) -> float:
+        """Return the share of blocks and chunks in which another group differs."""
+        differ = abs(self.pattern.steps - other.pattern.steps) + abs(self.row.persistent - other.row.persistent)
+        alike = self.row.rest == other.row.rest and self.bound_by == other.bound_by
+        return differ / len(self.pattern.policies + self.row.residency) if alike else math.inf
 
 
 class PlanRows:
@@ -136,6 +143,6 @@ class PlanRows:
             counts = row.fitting(device_bytes - row.standing - values)
             if not counts or row.host + pattern.host > host_bytes:
                 continue
-            ms = max(row.shared_ms(counts[-1], pattern.swapped), pattern.calls_ms + row.own_updates_ms)
-            found.append(Group(pattern, row, values, counts, ms))
+            shared, busy = row.shared_ms(counts[-1], pattern.swapped), pattern.calls_ms + row.own_updates_ms
+            found.append(Group(pattern, row, values, counts, max(shared, busy), "busy" if busy > shared else "shared"))
         return found

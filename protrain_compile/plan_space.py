@@ -108,18 +108,19 @@ class PlanSpace:
         return mixed_policies(self.shape, self.profile)
 
     @functools.cached_property
-    def swap_patterns(self) -> tuple[Policies, ...]:
+    def swap_ladders(self) -> tuple[tuple[Policies, ...], ...]:
         """More policies: every n-th of the first blocks is swapped, those between have one of the others.
 
-        They are tried on the best plan without swap; none where the user gave policies or nothing hides the copies.
+        Up a ladder more is swapped: it takes less memory and more time. They are tried on the best plan without swap;
+        none where the user gave policies or nothing hides the copies.
         """
         given, names = self.given, self.shape.block_names
         interval = swap_interval(self.shape, self.profile)
         if not interval or (given is not None and (given.policies or given.uniform_policy)):
             return ()
         firsts = [*range(1, len(names), max(1, len(names) // SWAP_STEPS)), len(names)]
-        swapping = [_interleaved(len(names), first, interval, rest) for rest in self.mixed for first in firsts]
-        return tuple(dict.fromkeys(swapping))
+        ladders = [[_interleaved(len(names), first, interval, rest) for first in firsts] for rest in self.mixed]
+        return tuple(tuple(dict.fromkeys(ladder)) for ladder in ladders)
 
     @functools.cached_property
     def residencies(self) -> tuple[Residencies, ...]:

@@ -14,7 +14,7 @@ model knows. Up to ``SURE`` simulations the result is the best of the whole spac
 with brute force. Beyond, for deep models that copies and updates bound, two assumptions save most of the work, and a
 test measures the regret: more buffers are not slower, so a group is judged by its plan with the most (where that is as
 fast as the best, by the one with the most that takes less), and the fewest that are as fast are found by halving; and
-the bounds of neighbouring groups are off alike.
+bounds of one kind are off alike for neighbouring groups.
 
 With ranks each level of sharding is searched by itself, the one that communicates least first; another takes its place
 where it is faster by more than ``STAY_SHARE``, or alone fits.
@@ -51,11 +51,11 @@ STAY_SHARE = 0.03
 """What predictions are allowed to be off: a model that fits stays on the device, all kept, unless moving it is faster
 by more than this."""
 
-SURE = 16
+SURE = 12
 """Simulations before assumptions count. At 96 blocks, bounds alone would leave a thousand."""
 
 NEAR_SHARE = 0.06
-"""How far away a neighbour may be whose bound is off alike: in blocks and chunks that differ, of their number."""
+"""How far apart groups may be whose bounds are taken to be off alike: blocks and chunks that differ, of all."""
 
 Key = tuple[int, int]
 """What is minimised: the time's cell (see ``time_cell``), then the peak in bytes."""
@@ -154,6 +154,7 @@ class Search:
         self._waiting: list[tuple[Key, int, Pattern | Group, int]] = []
         self._seen: list[tuple[Group, float]] = []
         self._best: Key = NONE_YET
+        self._disturbed_little = True
 
     @property
     def simulated(self) -> int:
@@ -211,19 +212,27 @@ class Search:
         if set(choice.policies).isdisjoint(RECOMPUTES):
             return choice
         best, best_ms = choice, self._simulate(choice)
-        for policies in self.space.swap_patterns:
-            other = dataclasses.replace(choice, policies=policies)
-            limit = best_ms * (1 - SAME_SHARE)
-            if self.bounds.compute_ms(policies, choice.residency) >= limit or not self._within_budgets(other):
-                continue
-            ms = self._simulate(other)
-            if ms < limit and ms <= self._simulate(_all_kept(other)) * (1 + STAY_SHARE):
+        for ladder in self.space.swap_ladders:
+            for other in self._from_first_that_fits([dataclasses.replace(choice, policies=each) for each in ladder]):
+                limit = best_ms * (1 - SAME_SHARE)
+                if self.bounds.compute_ms(other.policies, other.residency) >= limit or not self._within_budgets(other):
+                    break
+                ms = self._simulate(other)
+                if ms >= limit or ms > self._simulate(_all_kept(other)) * (1 + STAY_SHARE):
+                    break
                 best, best_ms = other, ms
         return best
 
+    def _from_first_that_fits(self, choices: Sequence[Choice]) -> Sequence[Choice]:
+        """Return the choices, each of which takes less memory than the one before, from the first that fits on."""
+        return choices[_first(len(choices), lambda i: self._fits(choices[i])) :]
+
+    def _fits(self, choice: Choice) -> bool:
+        return self.space.peak_bytes(choice) <= self.device_bytes
+
     def _within_budgets(self, choice: Choice) -> bool:
         on_host = self.space.host_bytes(choice.residency, choice.policies)
-        return self.space.peak_bytes(choice) <= self.device_bytes and on_host <= self.host_bytes
+        return self._fits(choice) and on_host <= self.host_bytes
 
     def _wait(self, key: Key, group: Pattern | Group, buffers: int = 0) -> None:
         if key < self._best:
@@ -240,7 +249,7 @@ class Search:
             group.bounds = 1
             cycle = self.bounds.cycle_ms(group.pattern.policies, group.row.residency)
             if cycle > group.least_ms:
-                group.least_ms = group.first_ms = cycle
+                group.least_ms, group.first_ms, group.bound_by = cycle, cycle, "cycle"
                 self._wait((_bound_cell(cycle), group.peak_bytes(group.counts[0])), group)
                 return
         counts = group.counts
@@ -267,20 +276,23 @@ class Search:
         if group.judged:
             return 0
         group.judged = True
-        best, counts = self._best[0], group.counts
-        near, ratio = min(((group.distance(each), off) for each, off in self._seen), default=(math.inf, 0.0))
-        is_near = near <= NEAR_SHARE * len(group.row.residency + group.pattern.policies)
-        if is_near and time_cell(group.first_ms * ratio * (1 - SAME_SHARE)) > best:
+        best, peak = self._best
+        near, off = min(((group.apart(each), off) for each, off in self._seen), default=(math.inf, 0.0))
+        expected = group.first_ms * off
+        if near <= NEAR_SHARE and time_cell(expected * (1 - SAME_SHARE)) > best:
+            return 0
+        counts, less = group.counts, group.below(peak)
+        if near <= NEAR_SHARE and time_cell(expected) >= best:  # no faster, so it must take less
+            counts = less
+        if not counts:
             return 0
         ms = self._simulate(group.choice(counts[-1]))
-        self._seen.append((group, ms / max(group.first_ms, 1e-9)))
+        if counts == group.counts:
+            self._seen.append((group, ms / max(group.first_ms, 1e-9)))
         cell = time_cell(ms)
-        if cell == best:  # no faster, so it must take less
-            less = math.ceil((self._best[1] - group.peak_bytes(0)) / max(group.row.buffer, 1))
-            counts = range(counts[0], min(counts[-1] + 1, less))
-            if not counts or self._cell(group, counts[-1]) > best:
-                return 0
-        elif cell > best:
+        if cell == best:
+            counts = less
+        if cell > best or not counts or self._cell(group, counts[-1]) > best:
             return 0
         return counts[_first(len(counts), lambda i: self._cell(group, counts[i]) <= cell)]
 
@@ -290,14 +302,19 @@ class Search:
         return bound if bound > self._best[0] else time_cell(self._simulate(group.choice(buffers)))
 
     def _undisturbed(self, group: Group) -> None:
-        """Bound a group's plans by one with buffers for everything, in which nothing slows anything down."""
-        if group.bounds == 2:
+        """Bound a group's plans by one with buffers for everything, in which nothing slows anything down.
+
+        It takes as long as a simulation; where it did not help one group it would not help others.
+        """
+        if group.bounds == 2 or not self._disturbed_little:
             return
         group.bounds = 2
         choice = group.choice(len(group.row.residency) + MIN_BUFFERS)
         shape, profile = self.space.shape, self.space.profile
         jobs = step_jobs(shape, profile, choice, lower(shape, choice), chunk_launches=False)
-        group.least_ms = max(group.least_ms, undisturbed_ms(jobs))
+        ms = undisturbed_ms(jobs)
+        self._disturbed_little = ms > group.least_ms
+        group.least_ms = max(group.least_ms, ms)
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:

@@ -96,6 +96,10 @@ class TimeBounds:
         swapped_in, swapped_out = self.swapped(policies)
         work = (forward + sum(again[buffers:]) + swapped_in, leave + swapped_out, update)
         copies = max(sum(price * ms for price, ms in zip(each, work, strict=True)) for each in self.prices)
+        if (
+            self.shape.landings == 1 and self.shape.update_mode == "in_backward"
+        ):  # each gradient leaves when the one before has been used up
+            copies = max(copies, leave + update)
         return max(copies, self._collectives_ms(residency, buffers)) if self.shape.world.size > 1 else copies
 
     def _collectives_ms(self, residency: Residencies, buffers: int) -> float:

@@ -300,3 +300,17 @@ def test_the_regret_of_expectations(seed: int, monkeypatch: pytest.MonkeyPatch) 
     best = search(shape, profile, device_bytes=device, host_bytes=None)
     assert found.simulated <= best.simulated
     assert found.prediction.step_ms <= best.prediction.step_ms * 1.01
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_regret_at_any_budget(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for machines and models of any proportion."""
+    draw = random.Random(seed)
+    stack = random_stack(draw, draw.randint(5, 10))
+    shape, profile = stack.shape(), stack.profile(**random_hardware(draw))
+    blocks, share = len(shape.block_names), draw.choice((0.1, 0.3, 0.6))
+    device = PlanSpace(shape, profile).peak_bytes(prefix(shape, int(share * blocks), "r" * blocks))
+    found = search(shape, profile, device_bytes=device, host_bytes=None)
+    monkeypatch.setattr("protrain_compile.solver.SURE", 10**9)
+    best = search(shape, profile, device_bytes=device, host_bytes=None)
+    assert found.prediction.step_ms <= best.prediction.step_ms * 1.01
