@@ -68,7 +68,7 @@ class ManagedModel:
         self.gradients: WaitingGradients | None = None
         self.versions: list[int] = []
         self.buffers = 0
-        self._sharding: tuple[Sharding, ...] | None = None
+        self.sharding: tuple[Sharding, ...] | None = None
         self._owner = os.getpid()
         self.guard = UpdateGuard(
             clips=preparation.max_grad_norm is not None,
@@ -123,7 +123,7 @@ class ManagedModel:
             place_of,
             gathered,
             ranks=1 if ranks is None else ranks.size,
-            sharding=self._sharding,
+            sharding=self.sharding,
         )
 
     def _allocate(self, first_uses: Sequence[Sequence[int]], plan: Plan, read_as: dict[int, torch.dtype]) -> None:
@@ -136,7 +136,7 @@ class ManagedModel:
         self.layout, self.buffers, self.versions = packing.layout, packing.buffers, versions
         self.residency = residency
         if isinstance(residency, ShardedResidency):
-            self._sharding = residency.store.division.sharding
+            self.sharding = residency.store.division.sharding
             self.gradients = SharedGradients(self.specs, self.parameters, residency, self.guard)
         else:
             self.gradients = WaitingGradients(self.specs, self.parameters, residency, self.guard)

@@ -28,7 +28,7 @@ from protrain_compile import compat
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.chunks import ChunkBinding
 from protrain_compile.cost_model import Prediction
-from protrain_compile.errors import ProtrainError
+from protrain_compile.errors import ProtrainError, RankError
 from protrain_compile.guards import ManagedParameter
 from protrain_compile.managed import ManagedModel
 from protrain_compile.options import Options
@@ -105,6 +105,12 @@ class CompiledGraph:
         Raises:
             PlanError: If the plan does not fit this graph's blocks or the model's chunks.
         """
+        schedule = self._write(plan, binding)
+        if binding is not None and binding.managed is not None:
+            binding.managed.agreement.check(schedule)
+        return schedule
+
+    def _write(self, plan: Plan, binding: Binding | None) -> Schedule:
         fitted = plan.fit(self.program.block_names)
         fitted = dataclasses.replace(fitted, loss=choose_loss(self.program, fitted))
         chunks = self._chunks(plan, binding) if binding is not None and binding.managed is not None else None
@@ -113,8 +119,6 @@ class CompiledGraph:
             schedule = Schedule(self.program, fitted, self._artefacts, chunks=chunks)
             self.records += passes.schedule_pipeline(print_after=self._options.print_after).run(schedule)
             self._artefacts.compile()
-            if binding is not None and binding.managed is not None:
-                binding.managed.agreement.check(schedule)
             self._schedules[key] = schedule
         return self._schedules[key]
 
@@ -271,20 +275,31 @@ class CompiledGraph:
         if binding.managed is None and shared is not None and not binding.sizes:
             binding.schedule = shared
             return
-        managed, graph = binding.managed, (self.program.block_names, self.program.differentiable)
-        try:
-            planned = self._planning.plan(self._call(binding))
-        except Exception as error:
-            if managed is not None:
-                managed.agreement.refuse_plan(error, graph)
-            raise
-        plan = planned.decision.plan
-        if managed is not None:
-            plan = managed.agreement.plan(plan, graph)
-        before, binding.schedule = binding.schedule, self.schedule_for(plan, binding)
+        managed = binding.managed
+        planned = self._plan_with_others(binding, managed) if managed else self._planning.plan(self._call(binding))
+        before, binding.schedule = binding.schedule, self.schedule_for(planned.decision.plan, binding)
         self._planned[binding.schedule] = planned
         if binding.schedule is not before or len(self._planned) == 1:
             self._announce(self, binding.schedule)
+
+    def _plan_with_others(self, binding: Binding, managed: ManagedModel) -> Planned:
+        """Plan for a prepared model: all its ranks together at first, later each alone as far as the others allow."""
+        agreement, graph = managed.agreement, (self.program.block_names, self.program.differentiable)
+        call = dataclasses.replace(self._call(binding), together=agreement.is_new(graph))
+        try:
+            planned = self._planning.plan(call)
+        except RankError:
+            raise
+        except Exception as error:
+            agreement.refuse_plan(error, graph)
+            raise
+        plan = planned.decision.plan
+        agreed = agreement.plan(plan, graph)
+        if not call.together and plan != agreed and planned.prediction is not None:
+            if agreement.allows(self._write(plan, binding)):
+                return planned
+            log.warning("a plan for these sizes would communicate otherwise than the other ranks do: the old one stays")
+        return self._planning.follow(call, planned, agreed)
 
     def _plan_sizes(self, binding: Binding, arguments: Sequence[Any]) -> None:
         """Plan anew where a call is larger than any before; the plan is then for the largest of every size."""

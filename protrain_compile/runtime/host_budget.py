@@ -16,6 +16,8 @@ from protrain_compile.errors import ProtrainError
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
+USER = "host_memory_budget"
+"""The source of the user's own bound."""
 
 
 class HostMemoryError(ProtrainError, MemoryError):
@@ -60,12 +62,19 @@ class HostBudget:
         for folder in cgroup_folders("memory", self.proc, self.cgroup):
             found += _folder_limits(folder)
         if self.user_bytes is not None:
-            found.append(HostLimit("host_memory_budget", max(0, self.user_bytes - held_bytes)))
+            found.append(HostLimit(USER, max(0, self.user_bytes - held_bytes)))
         return found
 
-    def available_bytes(self, held_bytes: int = 0) -> int | None:
-        """Return the bytes that may be taken now; None where nothing bounds them (not on Linux)."""
-        return min((limit.available_bytes for limit in self.limits(held_bytes)), default=None)
+    def available_bytes(self, held_bytes: int = 0, sharers: int = 1) -> int | None:
+        """Return the bytes that may be taken now; None where nothing bounds them (not on Linux).
+
+        Args:
+            held_bytes: What protrain holds already.
+            sharers: How many processes share the machine's memory evenly; the user's bound is for each.
+        """
+        limits = self.limits(held_bytes)
+        shares = (each.available_bytes // (1 if each.source == USER else sharers) for each in limits)
+        return min(shares, default=None)
 
     def require(self, needed_bytes: int, purpose: str, held_bytes: int = 0) -> None:
         """Return if ``needed_bytes`` more may be taken.
@@ -91,7 +100,7 @@ class HostBudget:
 
 def _advice(source: str) -> str:
     remedies = "keep more on the device with a larger memory_budget, or use fewer ranks on this node"
-    if source == "host_memory_budget":
+    if source == USER:
         return f"raise host_memory_budget, {remedies}"
     if source == "MemAvailable":
         return f"free host memory, {remedies}"

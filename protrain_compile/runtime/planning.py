@@ -41,6 +41,7 @@ from protrain_compile.profile import HardwareProfile, Profile
 from protrain_compile.profiler.estimate import estimate_profile
 from protrain_compile.profiler.measure import profile_program
 from protrain_compile.program import InputKind, Program, fake_value, is_symbol
+from protrain_compile.rank_shape import divided
 from protrain_compile.runtime.device_budget import DeviceBudget, DeviceMemoryError, Usage, measure_budget
 from protrain_compile.runtime.device_memory import PeakWatch, watch_of
 from protrain_compile.shape_reader import step_shape
@@ -66,6 +67,7 @@ class Call:
         read_as: Data type in which the graph reads each of the positions.
         managed: Who manages the parameters; None for a model that is not prepared.
         sizes: The values of symbolic sizes, in the order of the arguments that they are.
+        together: Whether all ranks plan it now: the smallest budget of all counts then.
     """
 
     places: Mapping[int, int]
@@ -73,6 +75,7 @@ class Call:
     read_as: Mapping[int, torch.dtype]
     managed: ManagedModel | None = None
     sizes: tuple[int, ...] = ()
+    together: bool = False
 
 
 class Planned:
@@ -151,12 +154,17 @@ class Planning:
     def _plan(self, call: Call) -> Planned:
         managed = call.managed
         given = self._options.plan or (managed.preparation.plan if managed is not None else None)
-        if not self.is_bounded(managed):
-            return Planned(Decision(given or Plan.uniform()), DeviceBudget(None), self.device)
+        unbounded = Planned(Decision(given or Plan.uniform()), DeviceBudget(None), self.device)
+        if not call.together and not self.is_bounded(managed):
+            return unbounded
         forms, fixed = loss_forms(self._program, given), _fixed(managed)
         shape = self.shape(call, given, forms[0])
         budget = self._budget(shape, managed, fixed)
         budgets = Budgets(self._device_bytes(budget, managed), self._host_bytes(managed))
+        if call.together and managed is not None:
+            budgets = managed.agreement.budgets(budgets)
+        if budgets.device_bytes is None:
+            return unbounded
 
         def decide_form(form: Loss) -> Decision:
             one = shape if form == forms[0] else self.shape(call, given, form)
@@ -179,7 +187,9 @@ class Planning:
         if layout is None:
             uses = [[call.places[i] for i in used if i in call.places] for used in call.first_uses]
             read_as = {call.places[i]: dtype for i, dtype in call.read_as.items()}
-            layout = lay_out(managed.specs, uses, read_as, None if given is None else given.chunk_bytes)
+            ranks = managed.preparation.ranks
+            size = None if given is None else given.chunk_bytes
+            layout = lay_out(managed.specs, uses, read_as, size, 1 if ranks is None else ranks.size)
         training = training_of(layout, call.places, managed.specs, managed.preparation, managed.book)
         return step_shape(self._program, training, loss)
 
@@ -201,7 +211,8 @@ class Planning:
         if fixed is None:
             held = total(shape.held_bytes) + managed.unpacked_bytes()
         else:
-            held = total(standing_bytes(shape, Choice((), fixed.residency, fixed.buffers)))
+            own = shape if fixed.sharding is None else divided(shape, fixed.sharding)
+            held = total(standing_bytes(own, Choice((), fixed.residency, fixed.buffers)))
         return measure_budget(managed.preparation.device, given, held)
 
     def _trainable_bytes(self) -> int:
@@ -223,7 +234,21 @@ class Planning:
     def _host_bytes(self, managed: ManagedModel | None) -> int | None:
         if managed is None or managed.layout is not None:
             return None
-        return managed.preparation.host_budget.available_bytes()
+        ranks = managed.preparation.ranks
+        return managed.preparation.host_budget.available_bytes(sharers=1 if ranks is None else ranks.world.node_ranks)
+
+    def follow(self, call: Call, planned: Planned, plan: Plan) -> Planned:
+        """Return what was planned with another plan in place of this rank's own, and what that one costs."""
+        decision = planned.decision
+        if plan == decision.plan:
+            return planned
+        prediction = None
+        if decision.prediction is not None:
+            with sizes_at(self._symbols(call)):
+                shape = self.shape(call, plan, choose_loss(self._program, plan))
+                profile = self.measure() if decision.measured else self.estimate()
+                prediction = simulate(shape, profile, complete(shape, plan, _fixed(call.managed)))
+        return Planned(Decision(plan, prediction, decision.measured), planned.budget, self.device)
 
     def predict(self, call: Call, plan: Plan) -> Prediction:
         """Return what a step of ``plan`` costs; on the device, its templates are profiled if they are not yet.
@@ -253,4 +278,4 @@ def _with_others(error: BudgetError, budget: DeviceBudget) -> BudgetError:
 def _fixed(managed: ManagedModel | None) -> Fixed | None:
     if managed is None or managed.layout is None:
         return None
-    return Fixed(managed.packed.store.spec.residency, managed.buffers)
+    return Fixed(managed.packed.store.spec.residency, managed.buffers, managed.sharding)

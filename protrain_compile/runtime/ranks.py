@@ -129,8 +129,8 @@ class Ranks:
         """Return the least ``value`` of all ranks; None if every rank has none."""
         return min((each for each in self._every(value, what) if each is not None), default=None)
 
-    def first(self, text: str, what: str) -> str:
-        """Return rank 0's ``text``.
+    def exchange(self, text: str, what: str) -> list[str]:
+        """Return every rank's ``text``, in order.
 
         Raises:
             RankError: If a rank refused instead.
@@ -139,10 +139,10 @@ class Ranks:
         for rank, (_, reason) in enumerate(every):
             if reason:
                 raise RankError(f"rank {rank} of {self._world_size} cannot go on, so nor can the others: {reason}")
-        return every[0][0]
+        return [each for each, _ in every]
 
     def refuse(self, reason: str, what: str) -> None:
-        """Let the ranks that ask in ``first`` raise instead of waiting for this one, which is about to."""
+        """Let the ranks that are in ``exchange`` raise instead of waiting for this one, which is about to."""
         self._every(("", reason), what)
 
     def agree(self, lines: Sequence[str], what: str) -> None:

@@ -39,7 +39,8 @@ Outcomes = dict[str, list[Outcome]]
 @pytest.fixture(scope="module")
 def two_ranks() -> Outcomes:
     others = ("host_bytes", "all_ranks_follow_rank_0s_plan", "other_schedules_are_refused", "other_models_are_refused")
-    return run_world(2, "rank_checks", (*CHECKS, *others, "one_rank_has_no_plan"))
+    planned = ("searched_plans_equal_one_rank", "longer_sequences_are_planned_anew", "one_rank_has_no_plan")
+    return run_world(2, "rank_checks", (*CHECKS, *others, *planned))
 
 
 def assert_passed(outcomes: list[Outcome]) -> None:
@@ -87,8 +88,20 @@ def test_a_rank_without_a_plan_ends_the_others_with_its_reason(two_ranks: Outcom
     assert last.error is not None
     assert "RankError: rank 1 of 2 cannot go on, so nor can the others: " in first.error
     reason = last.error.strip().splitlines()[-1]
-    assert "BudgetError: " in reason
-    assert reason.partition("BudgetError: ")[2] in first.error
+    assert "PlanError: plan has 1 block policies" in reason
+    assert reason.partition("PlanError: ")[2] in first.error
+
+
+def test_all_ranks_get_the_same_searched_plan(two_ranks: Outcomes) -> None:
+    """Equal to one rank on the joined batch, within the smallest budget of all."""
+    assert_passed(two_ranks["searched_plans_equal_one_rank"])
+    assert len({outcome.result for outcome in two_ranks["searched_plans_equal_one_rank"]}) == 1
+
+
+def test_a_rank_plans_anew_for_longer_sequences(two_ranks: Outcomes) -> None:
+    outcomes = two_ranks["longer_sequences_are_planned_anew"]
+    assert_passed(outcomes)
+    assert outcomes[0].result < outcomes[1].result
 
 
 @pytest.mark.parametrize("size", CHECKS_OF_SIZE)

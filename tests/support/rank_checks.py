@@ -7,6 +7,7 @@ import math
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.models import GPT
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import protrain_compile
 from protrain_compile import Plan
+from protrain_compile.errors import BudgetError
 from protrain_compile.sharded_residency import ShardedResidency
 
 KINDS = (
@@ -307,11 +309,68 @@ def other_schedules_are_refused() -> None:
     ours.step(0)
 
 
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
 def one_rank_has_no_plan() -> None:
-    """Only the last rank's budget is too small; the others do not wait for it."""
-    budget = "1KiB" if dist.get_rank() == dist.get_world_size() - 1 else "1GiB"
-    ours = prepared(Stack(), Plan(), data=own, memory_budget=budget)
+    """Only the last rank's plan is for another model; the others do not wait for it."""
+    plan = Plan(policies=("keep",)) if is_last() else Plan()
+    ours = prepared(Stack(), plan, data=own, memory_budget="1GiB")
     ours.step(0)
+
+
+def smallest_budget(model: nn.Module, data: Any, plan: Plan) -> int:
+    """Return the smallest budget in which every rank can train, as the refusal of none says."""
+    try:
+        prepared(model, plan, data=data, memory_budget="1KiB" if is_last() else "1GiB").step(0)
+    except BudgetError as error:
+        return error.needed_bytes
+    raise AssertionError("1 KiB was enough for the last rank")
+
+
+def searched_plans_equal_one_rank() -> str:
+    """The smallest budget of all ranks counts; all follow one searched plan, which needs no more."""
+    model, plan = Stack(width=64), Plan(chunk_bytes=80_000)
+    budget = smallest_budget(model, own, plan) + 20_000
+    ours = prepared(model, plan, data=own, memory_budget=budget if is_last() else "1GiB")
+    plain = eager(model, data=joined)
+    losses = [mean(ours.step(seed)) for seed in range(4)]
+    assert_close("losses", torch.stack(losses), plain.steps(*range(4)))
+    assert_same_values(ours.model, plain.model)
+    part = protrain_compile.schedule(ours.called).parts[0]
+    planned = part.graph.planned(part.schedule)
+    assert planned is not None
+    assert planned.prediction is not None
+    assert planned.prediction.peak_bytes <= budget
+    assert planned.prediction.traffic_bytes["reduce_scatter"] > 0
+    spec, found = residency_of(ours).store.spec, part.schedule.plan
+    assert set(found.residency or ()) != {"persistent"}
+    assert found.residency == spec.residency
+    assert found.sharding == residency_of(ours).store.division.sharding
+    assert planned.prediction.host_bytes == pytest.approx(spec.host_bytes(), rel=0.02)
+    return found.to_json()
+
+
+def longer_sequences_are_planned_anew() -> int:
+    """The last rank meets sequences that fit only with recomputed blocks; it plans anew, and the others need not."""
+
+    def tokens(seed: int, rank: int) -> Tensor:
+        length = 65 if seed >= 2 and rank == dist.get_world_size() - 1 else 9 + seed
+        return torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(seed))
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, plan = GPT(4), Plan(chunk_bytes=60_000, uniform_residency="offloaded", buffers=3)
+    longest = smallest_budget(model, lambda _: torch.zeros(2, 65, dtype=torch.int64), plan)
+    ours = prepared(model, plan, data=lambda seed: tokens(seed, rank), memory_budget=longest + 200_000)
+    plain = eager(model)
+    for seed in range(4):
+        ours.step(seed)
+        sum(plain.called(tokens(seed, each)) / size for each in range(size)).backward()
+        plain.update()
+    assert_same_values(ours.model, plain.model, rtol=2e-4)
+    parts = protrain_compile.schedule(ours.called).parts
+    return max((part.schedule.plan.policies or ()).count("recompute") for part in parts)
 
 
 def other_models_are_refused() -> None:

@@ -127,3 +127,9 @@ def test_parse():
 def test_this_machine_answers():
     available = HostBudget().available_bytes()
     assert available is None or available > 0
+
+
+def test_ranks_of_a_node_share_its_memory(machine):
+    assert machine.budget().available_bytes(sharers=8) == 100 * GIB // 8
+    assert machine.budget(user_bytes=5 * GIB).available_bytes(sharers=8) == 5 * GIB
+    assert machine.budget(user_bytes=20 * GIB).available_bytes(sharers=8) == 100 * GIB // 8

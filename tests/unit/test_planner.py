@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from support.made_shapes import Stack, prefix
+from support.made_shapes import MB, Stack, prefix
 
 from passes.pack_chunks import pack_chunks
 from protrain_compile import Plan, PlanError
@@ -19,11 +19,15 @@ from protrain_compile.errors import BudgetError
 from protrain_compile.plan import MIN_BUFFERS, Loss
 from protrain_compile.planner import (
     DEFAULT_BUFFERS,
+    Budgets,
     Decision,
+    Fixed,
     choose_residency,
+    decide,
     decide_with_loss,
     default_buffers,
 )
+from protrain_compile.shards import Sharding, World
 
 
 def layout_of(chunks: int) -> ChunkLayout:
@@ -62,6 +66,41 @@ def test_persistent_from_the_front() -> None:
 def test_buffers(offloaded: int, wanted: int) -> None:
     residency: tuple[Residency, ...] = ("offloaded",) * offloaded + ("persistent",) * (10 - offloaded)
     assert default_buffers(residency) == wanted
+
+
+def test_buffers_of_gathered_chunks() -> None:
+    lives: tuple[Residency, ...] = ("persistent",) * 10
+    assert default_buffers(lives, ("parameters",) * 10) == DEFAULT_BUFFERS
+    assert default_buffers(lives, ("gradients",) * 10) == MIN_BUFFERS
+
+
+def decided(budget_mb: int | None, given: Plan | None = None, fixed: Fixed | None = None) -> Plan:
+    """Return what two ranks decide for a made-up model of 500 MB of parameters."""
+    stack = Stack(blocks=4)
+    shape = dataclasses.replace(stack.shape(), world=World(2))
+    budgets = Budgets(None if budget_mb is None else budget_mb * MB)
+    return decide(shape, budgets, given, stack.profile, stack.profile, fixed).plan
+
+
+def test_ranks_divide_what_memory_asks_for() -> None:
+    resident = decided(10_000)
+    assert set(resident.sharding or ()) == {"gradients"}
+    assert set(resident.residency or ()) == {"persistent"}
+    assert decided(None) == resident
+    tight = decided(1_000)
+    assert tight.residency is not None
+    assert tight.sharding == tight.fit_sharding(tight.residency)
+    assert tight != resident
+
+
+def test_ranks_keep_what_is_given_or_fixed() -> None:
+    divided: tuple[Sharding, ...] = ("parameters", *("gradients",) * 5)
+    lives: tuple[Residency, ...] = ("persistent",) * 6
+    for budget in (None, 2_500, 10_000):
+        given = decided(budget, Plan(residency=lives, sharding=divided))
+        assert (given.residency, given.sharding) == (lives, divided)
+        fixed = decided(budget, fixed=Fixed(lives, 3, divided))
+        assert (fixed.residency, fixed.buffers, fixed.sharding) == (lives, 3, divided)
 
 
 BOTH: tuple[Loss, ...] = ("whole", "sliced")

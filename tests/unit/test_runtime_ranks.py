@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 import protrain_compile
-from protrain_compile import compat
+from protrain_compile import Plan, compat
 from protrain_compile.errors import OptionError, RankError
+from protrain_compile.planner import Budgets
+from protrain_compile.runtime.agreement import Agreement
 from protrain_compile.runtime.ranks import Ranks, Traffic, _backend_of, _difference
+from protrain_compile.shards import ALONE
 
 CPU = torch.device("cpu")
 
@@ -36,8 +39,28 @@ def test_one_rank_gathers_and_reduces_in_place() -> None:
     assert torch.equal(ranks.shard(flat), torch.arange(8.0))
     assert ranks.traffic == Traffic(0, 0, gathers=1, reduces=1)
     assert (ranks.total(2.5, "norm"), ranks.least(None, "free"), ranks.least(3, "free")) == (2.5, None, 3)
-    assert ranks.first("plan", "the plan") == "plan"
+    assert ranks.exchange("plan", "the plan") == ["plan"]
     ranks.agree(["a", "b"], "lines")
+
+
+@pytest.mark.usefixtures("world")
+def test_the_smallest_budgets_of_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(CPU)
+    assert ranks.world == ALONE
+    agreement = Agreement(ranks)
+    assert agreement.budgets(Budgets(7, None)) == Budgets(7, None)
+    monkeypatch.setattr(ranks, "exchange", lambda *_: ["[7, null]", "[null, 3]", "[5, 9]"])
+    assert agreement.budgets(Budgets(7, None)) == Budgets(5, 3)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_graph_is_new_until_its_plan_is_agreed() -> None:
+    agreement = Agreement(Ranks(CPU))
+    assert agreement.is_new("graph")
+    assert agreement.plan(Plan.uniform("recompute"), "graph") == Plan.uniform("recompute")
+    assert not agreement.is_new("graph")
+    assert agreement.plan(Plan.uniform("keep"), "graph") == Plan.uniform("recompute")
+    assert not Agreement(None).is_new("graph")
 
 
 @pytest.mark.usefixtures("world")
@@ -87,4 +110,4 @@ def test_a_rank_that_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.refuse("no memory", "the plan")
     monkeypatch.setattr(ranks, "_every", lambda *_: [("plan", ""), ("", "no memory")])
     with pytest.raises(RankError, match="rank 1 of 1 cannot go on, so nor can the others: no memory"):
-        ranks.first("plan", "the plan")
+        ranks.exchange("plan", "the plan")
