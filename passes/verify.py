@@ -25,6 +25,7 @@ from passes.node_facts import is_parameter_cast, is_view, never_recompute
 from passes.verify_chunks import verify_chunks
 from passes.verify_order import verify_order
 from passes.verify_swaps import verify_swaps
+from passes.violation import fail_at
 from protrain_compile import ops
 from protrain_compile.errors import VerifierError
 from protrain_compile.program import Parts, Program, Template, results_of
@@ -94,28 +95,28 @@ def verify_schedule(schedule: Schedule, pass_name: str) -> None:
     Raises:
         VerifierError: If an invariant does not hold.
     """
+    where = f"after {pass_name}: "
     for name, module in schedule.graphs.items():
-        _check_packs(module, f"after {pass_name}: {name} graph: ")
-        _check_order(module, f"after {pass_name}: {name} graph: ")
+        _check_packs(module, name, where)
+        _check_order(module, name, where)
     if schedule.chunks is not None:
-        verify_chunks(schedule, f"after {pass_name}: ")
+        verify_chunks(schedule, where)
     elif schedule.swapped_bytes:
-        verify_order(schedule, f"after {pass_name}: ", schedule_operations(schedule))
-    verify_swaps(schedule, f"after {pass_name}: ")
+        verify_order(schedule, where, schedule_operations(schedule))
+    verify_swaps(schedule, where)
     if "backward" in schedule.graphs:
-        _check_recomputes(schedule, f"after {pass_name}: backward graph: ")
-        _check_gradients(schedule, f"after {pass_name}: backward graph: ")
+        _check_recomputes(schedule, where)
+        _check_gradients(schedule, where)
 
 
-def _check_packs(module: fx.GraphModule, where: str) -> None:
+def _check_packs(module: fx.GraphModule, graph: str, where: str) -> None:
     for node in module.graph.nodes:
         if node.target is ops.pack and len(node.users) != 1:
-            raise VerifierError(
-                f"{where}{node.name} feeds {len(node.users)} calls; a packed list is emptied by the first"
-            )
+            message = f"feeds {len(node.users)} calls; a packed list is emptied by the first"
+            fail_at(where, graph, node, message, next(iter(node.users), None))
 
 
-def _check_order(module: fx.GraphModule, where: str) -> None:
+def _check_order(module: fx.GraphModule, graph: str, where: str) -> None:
     done: dict[tuple[str, int], fx.Node] = {}
     for node in module.graph.nodes:
         operation = operation_of(node)
@@ -123,12 +124,10 @@ def _check_order(module: fx.GraphModule, where: str) -> None:
             continue
         key = (operation.op, operation.segment)
         if key in done:
-            raise VerifierError(
-                f"{where}{node.name} runs {operation.op} of {operation.what} again, after {done[key].name}"
-            )
+            fail_at(where, graph, node, f"runs {operation.op} of {operation.what} again", done[key])
         if operation.op in RECOMPUTES and ("backward", operation.segment) in done:
             late = done["backward", operation.segment]
-            raise VerifierError(f"{where}{node.name} recomputes {operation.what} after its backward {late.name}")
+            fail_at(where, graph, node, f"recomputes {operation.what} after its backward", late)
         done[key] = node
 
 
@@ -148,27 +147,26 @@ def _check_recomputes(schedule: Schedule, where: str) -> None:
             asked = wanted.get(operation.segment)
             if asked != operation.op:
                 policy = "which its policy keeps" if asked is None else f"whose policy asks for {asked}"
-                raise VerifierError(f"{where}{node.name} recomputes {operation.what}, {policy}")
+                fail_at(where, "backward", node, f"recomputes {operation.what}, {policy}")
         elif operation.op == "backward" and operation.segment in wanted.keys() - recomputed:
-            raise VerifierError(
-                f"{where}{node.name} runs {operation.what} without the recompute that its policy asks for"
-            )
+            fail_at(where, "backward", node, f"runs {operation.what} without the recompute that its policy asks for")
 
 
 def _check_gradients(schedule: Schedule, where: str) -> None:
     """Every trainable input's gradient leaves once: to autograd, or (of a managed one) to its chunk."""
+    output = schedule.graphs["backward"].graph.output_node()
     gradients, inputs = results_of(schedule.graphs["backward"]), schedule.program.inputs
     if len(gradients) != len(inputs):
-        raise VerifierError(f"{where}returns {len(gradients)} gradients for {len(inputs)} inputs")
+        fail_at(where, "backward", output, f"returns {len(gradients)} gradients for {len(inputs)} inputs")
     collected = _collected(schedule)
     for position, (source, gradient) in enumerate(zip(inputs, gradients, strict=True)):
         leaves = (gradient is not None) + collected[position]
         if source.trainable and leaves == 0:
-            raise VerifierError(f"{where}{source.name} is trainable but gets no gradient")
+            fail_at(where, "backward", output, f"{source.name} is trainable but gets no gradient")
         if not source.trainable and leaves:
-            raise VerifierError(f"{where}{source.name} is frozen but gets the gradient {gradient}")
+            fail_at(where, "backward", output, f"{source.name} is frozen but gets the gradient {gradient}")
         if leaves > 1:
-            raise VerifierError(f"{where}the gradient of {source.name} is reduced {leaves} times")
+            fail_at(where, "backward", output, f"the gradient of {source.name} is reduced {leaves} times")
 
 
 def _collected(schedule: Schedule) -> collections.Counter[int]:

@@ -15,8 +15,8 @@ from torch import fx
 
 from passes.apply_policies import block_policies
 from passes.schedule_graph import segment_of
+from passes.violation import fail_at
 from protrain_compile import ops
-from protrain_compile.errors import VerifierError
 from protrain_compile.liveness import kept_sources
 from protrain_compile.schedule import Schedule
 
@@ -38,12 +38,13 @@ def verify_swaps(schedule: Schedule, where: str) -> None:
     for name, segments in found.items():
         for segment, nodes in segments.items():
             if policies[segment] != "swap":
-                raise VerifierError(f"{where}{name} graph: {nodes[0].name} swaps a segment whose policy is keep")
+                fail_at(where, name, nodes[0], f"swaps a segment whose policy is {policies[segment]}")
             if len(nodes) < len(ORDER[name]):
                 missing = ORDER[name][len(nodes)].__name__
-                raise VerifierError(f"{where}{name} graph: {nodes[-1].name} is not followed by {missing}")
-    if found.get("forward", {}).keys() != found.get("backward", {}).keys():
-        raise VerifierError(f"{where}forward and backward swap different segments")
+                fail_at(where, name, nodes[-1], f"is not followed by {missing}")
+    for name, other in (("forward", "backward"), ("backward", "forward")):
+        for segment in found.get(name, {}).keys() - found.get(other, {}).keys():
+            fail_at(where, name, found[name][segment][0], f"swaps values that the {other} does not")
     if found.get("forward"):
         _check_handles(schedule, where)
         _check_released(schedule.graphs["forward"], where)
@@ -58,10 +59,9 @@ def _stages(schedule: Schedule, name: str, where: str) -> dict[int, list[fx.Node
             continue
         nodes = found.setdefault(segment_of(node), [])
         if len(nodes) >= len(order) or node.target is not order[len(nodes)]:
-            before = f" after {nodes[-1].name}" if nodes else ""
-            raise VerifierError(f"{where}{name} graph: {node.name} comes out of turn{before}")
+            fail_at(where, name, node, "comes out of turn", nodes[-1] if nodes else None)
         if nodes and node.args[1] is not nodes[-1]:
-            raise VerifierError(f"{where}{name} graph: {node.name} is not for the values of {nodes[-1].name}")
+            fail_at(where, name, node, f"is not for the values of {nodes[-1].name}", nodes[-1])
         nodes.append(node)
     return found
 
@@ -71,11 +71,11 @@ def _check_handles(schedule: Schedule, where: str) -> None:
     for node in schedule.graphs["backward"].graph.find_nodes(op="call_function", target=ops.reload):
         source = sources.get(node.args[1])
         if source is None or source.target is not ops.swap_out or segment_of(source) != segment_of(node):
-            raise VerifierError(f"{where}backward graph: {node.name} reloads what the forward did not swap for it")
+            fail_at(where, "backward", node, "reloads what the forward did not swap for it", source)
         items = [user.args[1] for wait in node.users for user in wait.users if user.target is operator.getitem]
         layouts = [source.meta["layout"], node.meta["layout"], *(wait.meta["layout"] for wait in node.users)]
         if any(layout != layouts[0] for layout in layouts) or max(items, default=-1) >= len(layouts[0].values):
-            raise VerifierError(f"{where}backward graph: {node.name} reloads values otherwise than they were swapped")
+            fail_at(where, "backward", node, "reloads values otherwise than they were swapped", source)
 
 
 def _check_released(module: fx.GraphModule, where: str) -> None:
@@ -83,9 +83,7 @@ def _check_released(module: fx.GraphModule, where: str) -> None:
     for node in module.graph.nodes:
         for source in node.all_input_nodes:
             if source in released and node.op == "output":
-                raise VerifierError(
-                    f"{where}forward graph: {source.name} leaves the graph, although {released[source].name} frees it"
-                )
+                fail_at(where, "forward", source, f"leaves the graph, although {released[source].name} frees it")
         if node.target is ops.release_swapped:
             packed = node.args[1].args[1]
             released |= dict.fromkeys(packed.all_input_nodes, node)

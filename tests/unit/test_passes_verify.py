@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.capture import Graph, gpt_program, mixed, write_schedule
+from support.schedules import changed, mixed_schedule
 from torch import fx
 
 from passes.verify import VerifierError, verify_program, verify_schedule
@@ -141,7 +142,7 @@ def test_a_good_schedule(schedule: Schedule) -> None:
 def test_a_packed_list_that_feeds_two_calls(schedule: Schedule) -> None:
     first, second = calls(schedule, "forward", "forward")[1:3]
     second.args = (first.args[0],)
-    with pytest.raises(VerifierError, match="after x: forward graph: pack_1 feeds 2 calls; a packed list is emptied"):
+    with pytest.raises(VerifierError, match=r"after x: pack_1 \(forward\): feeds 2 calls; a packed list is emptied"):
         verify_schedule(schedule, "x")
 
 
@@ -160,7 +161,7 @@ def test_a_part_that_runs_twice(schedule: Schedule) -> None:
         packed = graph.node_copy(call.args[0], lambda node: node)  # type: ignore[arg-type]
         again = graph.node_copy(call, lambda node: packed if node is call.args[0] else node)
     assert operation_of(again) == operation_of(call)
-    with pytest.raises(VerifierError, match=r"backward graph: .* runs recompute of block 1 again, after"):
+    with pytest.raises(VerifierError, match=r"\(backward, block 1\): runs recompute of block 1 again \(t"):
         verify_schedule(schedule, "x")
 
 
@@ -205,7 +206,7 @@ def test_a_missing_gradient(schedule: Schedule) -> None:
     found[index] = None
     output.args = (tuple(found),)
     name = schedule.program.inputs[index].name
-    with pytest.raises(VerifierError, match=f"after x: backward graph: {name} is trainable but gets no gradient"):
+    with pytest.raises(VerifierError, match=rf"after x: output \(backward\): {name} is trainable but gets no gradient"):
         verify_schedule(schedule, "x")
 
 
@@ -222,7 +223,7 @@ def test_a_gradient_of_something_frozen(schedule: Schedule) -> None:
 def test_too_few_gradients(schedule: Schedule) -> None:
     output, found = gradients(schedule)
     output.args = (tuple(found[:-1]),)
-    with pytest.raises(VerifierError, match=r"backward graph: returns \d+ gradients for \d+ inputs"):
+    with pytest.raises(VerifierError, match=r"output \(backward\): returns \d+ gradients for \d+ inputs"):
         verify_schedule(schedule, "x")
 
 
@@ -234,3 +235,28 @@ def test_a_value_used_after_the_call_that_empties_its_list(schedule: Schedule) -
         graph.call_function(operator.getitem, (packed, 0))
     with pytest.raises(VerifierError, match="feeds 2 calls"):
         verify_schedule(schedule, "x")
+
+
+def test_a_gradient_that_leaves_twice() -> None:
+    """To autograd, though its chunk has collected it."""
+    schedule = changed(mixed_schedule())
+    output, found = gradients(schedule)
+    index = next(i for i, each in enumerate(found) if each is None and schedule.program.inputs[i].trainable)
+    found[index] = calls(schedule, "backward", "backward")[0]
+    output.args = (tuple(found),)
+    name = schedule.program.inputs[index].name
+    with pytest.raises(VerifierError, match=rf"output \(backward\): the gradient of {name} is reduced 2 times"):
+        verify_schedule(schedule, "x")
+
+
+def test_a_failure_shows_ten_rows_and_marks_the_nodes() -> None:
+    schedule = changed(mixed_schedule())
+    node, twin = calls(schedule, "backward", "recompute")[:2]
+    node.meta["operation"] = twin.meta["operation"]
+    with pytest.raises(VerifierError, match="runs recompute of") as caught:
+        verify_schedule(schedule, "x")
+    first, header, *rows = str(caught.value).splitlines()
+    assert first.startswith("after x: ")
+    assert header.split() == ["node", "stream", "op", "what", "buffer"]
+    assert len(rows) == 10
+    assert {row.split()[1] for row in rows if row.startswith(">")} == {node.name, twin.name}

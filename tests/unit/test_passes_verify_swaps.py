@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -84,17 +85,23 @@ def no_reload(schedule: Schedule) -> None:
     graph.erase_node(reload)
 
 
+def nothing_comes_back(schedule: Schedule) -> None:
+    for target in (ops.reload, ops.wait_reload):
+        nodes_of(schedule, "backward", target)[0].target = operator.getitem
+
+
 MUTANTS: list[tuple[Callable[[Schedule], None], str]] = [
-    (release_before_the_copy, r"release_swapped\w* comes out of turn"),
-    (no_release, r"swap_out\w* is not followed by release_swapped"),
-    (two_releases, r"comes out of turn after release_swapped"),
-    (a_wait_for_other_values, r"wait_reload\w* is not for the values of reload"),
+    (release_before_the_copy, r"release_swapped\w* \(forward, block 2\): comes out of turn"),
+    (no_release, r"swap_out\w* \(forward, block 0\): is not followed by release_swapped"),
+    (two_releases, r"comes out of turn \(release_swapped\w*\)"),
+    (a_wait_for_other_values, r"wait_reload\w* \(backward, block 0\): is not for the values of reload"),
     (a_reload_of_other_values, r"reloads what the forward did not swap for it"),
     (handles_in_another_order, r"reloads what the forward did not swap for it"),
     (another_layout, r"reloads values otherwise than they were swapped"),
     (what_was_released_leaves, r"leaves the graph, although release_swapped\w* frees it"),
     (a_policy_that_keeps, r"swaps a segment whose policy is keep"),
     (no_reload, r"is not followed by wait_reload"),
+    (nothing_comes_back, r"swap_out\w* \(forward, block 2\): swaps values that the backward does not"),
 ]
 
 
