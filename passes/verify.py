@@ -11,6 +11,9 @@ Schedule
     * every trainable input has a gradient, frozen ones have none (invariant 5)
     * chunks are where they are used, and their buffers are used by one at a time: see ``verify_chunks``
     * swapped values leave, are released, come back and are waited for: see ``verify_swaps``
+
+That what a search found fits the budgets is checked where it was found (``planner.verify_fit``, invariant 4), that all
+ranks issue the same collectives where ranks compile (``runtime.ranks``, invariant 8).
 """
 
 from __future__ import annotations

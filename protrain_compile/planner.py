@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from protrain_compile.chunks import Chunk, ChunkLayout, Residency
 from protrain_compile.cost_model import Prediction, simulate
-from protrain_compile.errors import BudgetError
+from protrain_compile.errors import BudgetError, VerifierError
 from protrain_compile.plan import LOSSES, MIN_BUFFERS, Loss, Plan
 from protrain_compile.profile import Profile
 from protrain_compile.program import Program
@@ -112,8 +112,23 @@ def decide(
     profile = measure()
     wanted = constraint(given, fixed)
     solution = search(shape, profile, device_bytes=budgets.device_bytes, host_bytes=budgets.host_bytes, given=wanted)
+    verify_fit(solution.prediction, budgets)
     measured = all(template.measured for template in profile.templates)
     return Decision(solution.plan.fit(shape.block_names), solution.prediction, measured)
+
+
+def verify_fit(prediction: Prediction, budgets: Budgets) -> None:
+    """Check that what a search found fits the budgets by the simulation (DESIGN 7, invariant 4).
+
+    Raises:
+        VerifierError: If it does not: the search and the simulation disagree.
+    """
+    for name, found, limit in (
+        (f"the simulated peak in the {prediction.peak_at}", prediction.peak_bytes, budgets.device_bytes),
+        ("simulated host memory", prediction.host_bytes, budgets.host_bytes),
+    ):
+        if limit is not None and found > limit:
+            raise VerifierError(f"after search: {name} is {found:,} bytes, and the budget {limit:,}")
 
 
 def complete(shape: StepShape, given: Plan | None, fixed: Fixed | None = None) -> Plan:

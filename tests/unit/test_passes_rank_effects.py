@@ -94,3 +94,24 @@ def test_gradients_that_are_not_reduced() -> None:
     reduce = find(schedule, "backward", names_of(schedule, "backward", ops.reduce_scatter)[0])
     reduce.graph.erase_node(reduce)
     broken(schedule, r"offload_4 \(backward, chunk 4\): offloads gradients that buffer 0 does not hold")
+
+
+def test_a_chunk_that_is_used_before_its_gather() -> None:
+    schedule = changed(shared_schedule(*OFFLOADED))
+    find(schedule, "forward", names_of(schedule, "forward", ops.wait)[1]).append(
+        find(schedule, "forward", names_of(schedule, "forward", ops.all_gather)[1])
+    )
+    broken(schedule, r"wait_1 \(forward, chunk 1\): uses the chunk before it is gathered in buffer 1")
+    schedule = changed(shared_schedule(*WHOLE))
+    find(schedule, "forward", names_of(schedule, "forward", ops.bind)[1]).append(
+        find(schedule, "forward", names_of(schedule, "forward", ops.all_gather)[1])
+    )
+    broken(schedule, r"bind_1 \(forward, chunk 1\): uses the chunk before it is gathered\n")
+
+
+@pytest.mark.parametrize("shared", [OFFLOADED, WHOLE, HALF], ids="-".join)
+def test_gradients_that_are_reduced_before_they_are_collected(shared: tuple[str, str]) -> None:
+    schedule = changed(shared_schedule(*shared))
+    collect = find(schedule, "backward", names_of(schedule, "backward", ops.collect)[1])
+    collect.prepend(find(schedule, "backward", names_of(schedule, "backward", ops.reduce_scatter)[1]))
+    broken(schedule, r"reduce_scatter_1 \(backward, chunk 3\): reduces gradients that were not collected there")

@@ -15,7 +15,7 @@ from passes.pack_chunks import pack_chunks
 from protrain_compile import Plan, PlanError
 from protrain_compile.chunks import ChunkLayout, ParameterSpec, Residency
 from protrain_compile.cost_model import simulate
-from protrain_compile.errors import BudgetError
+from protrain_compile.errors import BudgetError, VerifierError
 from protrain_compile.plan import MIN_BUFFERS, Loss
 from protrain_compile.planner import (
     DEFAULT_BUFFERS,
@@ -23,11 +23,14 @@ from protrain_compile.planner import (
     Decision,
     Fixed,
     choose_residency,
+    complete,
     decide,
     decide_with_loss,
     default_buffers,
+    verify_fit,
 )
 from protrain_compile.shards import Sharding, World
+from protrain_compile.solver import Solution
 
 
 def layout_of(chunks: int) -> ChunkLayout:
@@ -173,3 +176,30 @@ def test_a_refusal_lets_go_of_the_model_at_once() -> None:
         assert refused()() is None
     finally:
         gc.enable()
+
+
+def test_a_plan_that_was_found_fits_by_the_simulation() -> None:
+    """Whatever the search thinks: here it is told of another budget than the user's."""
+    shape, profile = Stack().shape(), Stack().profile()
+    least = simulate(shape, profile, Plan.uniform("recompute", "offloaded"))
+    room = Budgets(least.peak_bytes + 50_000_000, least.host_bytes)
+    found = decide(shape, room, None, lambda: profile, lambda: profile)
+    assert found.prediction is not None
+    verify_fit(found.prediction, room)
+    peak, host = found.prediction.peak_bytes, found.prediction.host_bytes
+    with pytest.raises(VerifierError, match=rf"after search: the simulated peak in the .* is {peak:,} bytes, and the"):
+        verify_fit(found.prediction, Budgets(peak - 1))
+    with pytest.raises(VerifierError, match="after search: simulated host memory is"):
+        verify_fit(found.prediction, Budgets(None, host - 1))
+
+
+def test_every_search_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, profile = Stack().shape(), Stack().profile()
+    resident = complete(shape, None)
+
+    def careless(*_: object, **__: object) -> Solution:
+        return Solution(resident, simulate(shape, profile, resident), 1)
+
+    monkeypatch.setattr("protrain_compile.planner.search", careless)
+    with pytest.raises(VerifierError, match="after search: the simulated peak"):
+        decide(shape, Budgets(1), None, lambda: profile, lambda: profile)
