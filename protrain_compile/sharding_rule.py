@@ -1,4 +1,4 @@
-"""What of each chunk ranks divide, where the Plan does not say.
+"""What of each chunk ranks divide, where neither the Plan nor a search says: before the first call, or without bounds.
 
 The least communication that fits: whole gradients on the device where micro-batches add up (then only the last one
 communicates), else whole parameters; if the chunks take more than ``SHARE_FOR_CHUNKS`` of the free device memory so,
