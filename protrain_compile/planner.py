@@ -156,7 +156,10 @@ def is_decided(shape: StepShape, given: Plan | None, fixed: Fixed | None) -> boo
     if not shape.chunks or fixed is not None:
         return True
     residency = given.fit_chunks(len(shape.chunks))
-    return residency is not None and (shape.world.size == 1 or given.fit_sharding(residency) is not None)
+    if residency is None:
+        return False
+    may_divide = shape.world.size > 1 and "persistent" in residency
+    return not may_divide or given.fit_sharding(residency) is not None
 
 
 def constraint(given: Plan | None, fixed: Fixed | None) -> Plan | None:

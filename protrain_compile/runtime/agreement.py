@@ -7,6 +7,8 @@ from collections.abc import Hashable, Iterable
 
 from protrain_compile.plan import Plan
 from protrain_compile.planner import Budgets
+from protrain_compile.profile import CollectiveCost
+from protrain_compile.runtime.collective_rates import measure_collectives
 from protrain_compile.runtime.ranks import Ranks
 from protrain_compile.schedule import Schedule
 from protrain_compile.schedule_digest import collective_lines
@@ -22,6 +24,9 @@ class Agreement:
     A rank may compile a graph anew alone, for another length: nobody is asked again about what was agreed. It may also
     plan anew alone, with its own memory, as long as the collectives stay those that were agreed (``allows``).
 
+    Attributes:
+        collectives: What was measured of the ranks' collectives.
+
     Args:
         ranks: The ranks; None for one, which agrees with itself.
     """
@@ -30,6 +35,7 @@ class Agreement:
         self._ranks = ranks
         self._plans: dict[Hashable, Plan] = {}
         self._lines: set[tuple[str, ...]] = set()
+        self.collectives: tuple[CollectiveCost, ...] = ()
 
     def is_new(self, graph: Hashable) -> bool:
         """Whether all ranks are about to agree on a graph's plan."""
@@ -45,6 +51,11 @@ class Agreement:
         every = self._ranks.exchange(json.dumps([own.device_bytes, own.host_bytes]), BUDGETS)
         device, host = zip(*map(json.loads, every), strict=True)
         return Budgets(_least(device), _least(host))
+
+    def measure(self) -> None:
+        """Measure the collectives, once, with all ranks."""
+        if self._ranks is not None and not self.collectives:
+            self.collectives = measure_collectives(self._ranks)
 
     def plan(self, own: Plan, graph: Hashable) -> Plan:
         """Return the plan that all ranks agreed on for a graph: rank 0's, told when the graph is first met.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -165,10 +166,13 @@ class Planning:
             budgets = managed.agreement.budgets(budgets)
         if budgets.device_bytes is None:
             return unbounded
+        if call.together and managed is not None and self.device.type == "cuda":
+            managed.agreement.measure()
+        measure = functools.partial(self.measure, managed)
 
         def decide_form(form: Loss) -> Decision:
             one = shape if form == forms[0] else self.shape(call, given, form)
-            return decide(one, budgets, given, self.estimate, self.measure, fixed)
+            return decide(one, budgets, given, self.estimate, measure, fixed)
 
         try:
             decision = decide_with_loss(forms, decide_form)
@@ -197,9 +201,13 @@ class Planning:
         """Return what the templates cost, estimated."""
         return estimate_profile(self._program, HardwareProfile.load(STAND_IN), self._options.compile)
 
-    def measure(self) -> Profile:
+    def measure(self, managed: ManagedModel | None = None) -> Profile:
         """Return what the templates cost on the device; on the CPU, whose memory nobody lacks, an estimate."""
-        return profile_program(self._program, self._artefacts) if self.device.type == "cuda" else self.estimate()
+        profile = profile_program(self._program, self._artefacts) if self.device.type == "cuda" else self.estimate()
+        if managed is None or not managed.agreement.collectives:
+            return profile
+        hardware = dataclasses.replace(profile.hardware, collectives=managed.agreement.collectives)
+        return dataclasses.replace(profile, hardware=hardware)
 
     def _budget(self, shape: StepShape, managed: ManagedModel | None, fixed: Fixed | None) -> DeviceBudget:
         if managed is None:
@@ -246,7 +254,7 @@ class Planning:
         if decision.prediction is not None:
             with sizes_at(self._symbols(call)):
                 shape = self.shape(call, plan, choose_loss(self._program, plan))
-                profile = self.measure() if decision.measured else self.estimate()
+                profile = self.measure(call.managed) if decision.measured else self.estimate()
                 prediction = simulate(shape, profile, complete(shape, plan, _fixed(call.managed)))
         return Planned(Decision(plan, prediction, decision.measured), planned.budget, self.device)
 
@@ -258,7 +266,7 @@ class Planning:
         """
         with sizes_at(self._symbols(call)):
             shape = self.shape(call, plan, choose_loss(self._program, plan))
-            return simulate(shape, self.measure(), complete(shape, plan, _fixed(call.managed)))
+            return simulate(shape, self.measure(call.managed), complete(shape, plan, _fixed(call.managed)))
 
     def _all_recomputed(self, shape: StepShape, error: BudgetError) -> Decision:
         """Return the plan that takes least, for a model whose budget nobody set: it may fit all the same."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from protrain_compile import compat
 from protrain_compile.errors import OptionError, RankError
+from protrain_compile.profile import CollectiveKind
 from protrain_compile.shards import World
 
 T = TypeVar("T")
@@ -87,7 +89,7 @@ class Ranks:
     def all_gather(self, flat: torch.Tensor, what: str) -> None:
         """Fill a flat chunk from every rank's shard of it, in place."""
         with self._waiting(f"all_gather of {what}"):
-            self._on_host(flat, lambda each: compat.all_gather_into(each, self.shard(each), self._shard))
+            self._on_host(flat, functools.partial(self._run, "all_gather"))
         self.traffic.gathers += 1
         self.traffic.gathered_bytes += flat.nbytes - flat.nbytes // self.size
 
@@ -100,9 +102,22 @@ class Ranks:
         self.traffic.reduced_bytes += flat.nbytes - flat.nbytes // self.size
 
     def _reduce(self, flat: torch.Tensor) -> None:
-        own = self.shard(flat)
-        compat.reduce_scatter_into(own, flat, self._shard)
+        self._run("reduce_scatter", flat)
         if self._replicate is not None:
+            self._run("all_reduce", flat)
+
+    def run(self, kind: CollectiveKind, flat: torch.Tensor) -> None:
+        """Run one collective on a flat chunk, to measure it; ``all_reduce`` is that of its shard across replicas."""
+        with self._waiting(f"the measured {kind}"):
+            self._on_host(flat, functools.partial(self._run, kind))
+
+    def _run(self, kind: CollectiveKind, flat: torch.Tensor) -> None:
+        own = self.shard(flat)
+        if kind == "all_gather":
+            compat.all_gather_into(flat, own, self._shard)
+        elif kind == "reduce_scatter":
+            compat.reduce_scatter_into(own, flat, self._shard)
+        else:
             dist.all_reduce(own, group=self._replicate)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:

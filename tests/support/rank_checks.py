@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -31,6 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import protrain_compile
 from protrain_compile import Plan
 from protrain_compile.errors import BudgetError
+from protrain_compile.runtime.agreement import Agreement
+from protrain_compile.runtime.collective_rates import measure_collectives
 from protrain_compile.sharded_residency import ShardedResidency
 
 KINDS = (
@@ -205,7 +208,9 @@ def hybrid_sharding_equals_one_rank() -> None:
             nn.utils.clip_grad_norm_(plain.model.parameters(), 0.05)
             ours.update()
             plain.update()
-        assert residency_of(ours).ranks.size == 2
+        ranks = residency_of(ours).ranks
+        assert (ranks.world.ranks, ranks.world.replicas, ranks.world.nodes) == (2, 2, 1)
+        assert {each.kind for each in measure_collectives(ranks)} == {"all_gather", "reduce_scatter", "all_reduce"}
         assert_same_values(ours.model, plain.model)
         assert_same_on_all_ranks(ours.model)
 
@@ -261,6 +266,20 @@ def micro_batches_communicate_once_where_gradients_are_whole() -> None:
             ours.backward(seed)
         ours.update()
         assert traffic.reduces - before == reduces * CHUNKS
+
+
+def measured_collectives_count() -> None:
+    """Every kind that the ranks run, at two sizes; the search asks them before any link table."""
+    ranks = prepared(Stack(), forced("persistent"), data=own).optimizer._managed.preparation.ranks
+    before = dataclasses.replace(ranks.traffic)
+    found = measure_collectives(ranks)
+    assert ranks.traffic == before
+    kinds = ["all_gather", "reduce_scatter"] + ["all_reduce"] * (ranks.replicas > 1)
+    assert [each.kind for each in found] == 2 * kinds
+    assert all(each.ms > 0 for each in found)
+    agreement = Agreement(ranks)
+    agreement.measure()
+    assert len(agreement.collectives) == len(found)
 
 
 def host_bytes() -> int:

@@ -27,6 +27,7 @@ from protrain_compile.planner import (
     decide,
     decide_with_loss,
     default_buffers,
+    is_decided,
     verify_fit,
 )
 from protrain_compile.shards import Sharding, World
@@ -104,6 +105,14 @@ def test_ranks_keep_what_is_given_or_fixed() -> None:
         assert (given.residency, given.sharding) == (lives, divided)
         fixed = decided(budget, fixed=Fixed(lives, 3, divided))
         assert (fixed.residency, fixed.buffers, fixed.sharding) == (lives, 3, divided)
+
+
+def test_what_ranks_divide_is_open_where_chunks_stay_on_the_device() -> None:
+    shape = dataclasses.replace(Stack(blocks=2).shape(), world=World(2))
+    assert is_decided(shape, Plan.uniform("keep", "offloaded"), None)
+    assert not is_decided(shape, Plan.uniform("keep", "persistent"), None)
+    assert is_decided(shape, Plan.uniform("keep", "persistent", sharding="gradients"), None)
+    assert is_decided(Stack(blocks=2).shape(), Plan.uniform("keep", "persistent"), None)
 
 
 BOTH: tuple[Loss, ...] = ("whole", "sliced")
