@@ -15,6 +15,7 @@ for each policy that recomputes, unless two keep the same values: see ``cut_reco
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -45,9 +46,21 @@ class PartitionTemplates:
             for segment, index in zip(program.segments, program.template_of, strict=True)
             if segment.stage.kind == "block"
         }
-        for template in program.templates:
-            template.parts = partition(template, inductor=self.inductor, finer=template in of_blocks)
+        held = _held_tangents(program)
+        for index, template in enumerate(program.templates):
+            parts = partition(template, inductor=self.inductor, finer=template in of_blocks)
+            template.parts = dataclasses.replace(parts, held_tangents=frozenset(held[index]))
         return False
+
+
+def _held_tangents(program: Program) -> list[set[int]]:
+    """Return, for every template, which tangents of any of its segments autograd hands over."""
+    given = set(program.tangents)
+    held: list[set[int]] = [set() for _ in program.templates]
+    for segment, index in zip(program.segments, program.template_of, strict=True):
+        for template in {index, program.sliced.get(index, index)}:
+            held[template] |= {i for i, node in enumerate(segment.tangents) if node in given}
+    return held
 
 
 def partition(template: Template, *, inductor: bool, finer: bool = True) -> Parts:

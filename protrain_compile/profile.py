@@ -54,7 +54,7 @@ class ArtefactCost:
         ms: Time on the device, launches overlapped with it as in a long run of calls.
         workspace_bytes: The most allocated inside the call, beyond what is alive before it and what it returns. Inputs
             are held during a forward or recompute; in a backward the saved values and tangents die at their last use,
-            so that its figure may be negative: their memory serves what is made later.
+            so that its figure may be negative: their memory serves what is made later. (Not those that autograd holds.)
         launches: Kernels that it launches; ``launches x launch_us`` is the least that the launching thread takes.
     """
 

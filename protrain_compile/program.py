@@ -122,6 +122,7 @@ class Parts:
         recompute_of: By which of them each policy is carried out; a policy that keeps all that it could has none.
         backward: ``(backward_inputs) -> gradients``; None for a segment without one.
         backward_inputs: What it takes: segment inputs, saved values, tangents.
+        held_tangents: Tangents, by position, that autograd hands over: it holds them until the whole backward returns.
     """
 
     forward: fx.GraphModule
@@ -132,6 +133,7 @@ class Parts:
     recompute_of: Mapping[str, RecomputeRole] = dataclasses.field(default_factory=dict)
     backward: fx.GraphModule | None = None
     backward_inputs: tuple[Ref, ...] = ()
+    held_tangents: frozenset[int] = frozenset()
 
     def graphs(self) -> dict[Role, fx.GraphModule]:
         """Return the graph of every part that there is, in the order of ``roles.ROLES``."""

@@ -281,6 +281,7 @@ class _Reader:
             value = fake_value(node)
             if isinstance(value, torch.Tensor):
                 self.of[node] = self._new("tangent", len(program.segments) - 1, storage_bytes(value))
+                self.of[node].returned = True  # autograd's engine holds it until the backward is over
         self._snapshot()
         for index in reversed(range(len(program.segments))):
             if self._parts(index).backward is not None:

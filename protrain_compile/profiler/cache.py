@@ -83,7 +83,8 @@ def template_key(template: Template, mode: CompileMode, device: torch.device, *,
         launch_us: The machine's, in which launches are counted.
     """
     settings = compat.inductor_settings() if mode == "inductor" else ""
-    parts = [] if template.parts is None else list(template.parts.graphs())
+    parts: list[Any] = [] if template.parts is None else list(template.parts.graphs())
+    parts += [] if template.parts is None else sorted(template.parts.held_tangents)
     graph = [template.input_roles, template.num_outputs, parts, graph_text(template.joint)]
     return f"template-{_digest([_environment(device), mode, settings, nodes, launch_us, graph])}"
 

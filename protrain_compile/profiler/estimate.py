@@ -24,7 +24,7 @@ from protrain_compile.options import CompileMode
 from protrain_compile.profile import ArtefactCost, HardwareProfile, NodeCost, Profile, TemplateProfile
 from protrain_compile.profiler.footprint import node_changes, workspace_bytes
 from protrain_compile.profiler.kernels import Kernel, kernels_of, launches_of
-from protrain_compile.program import Parts, Program, Template
+from protrain_compile.program import Parts, Program, Ref, Template
 from protrain_compile.roles import Role
 
 ATTENTION_SHARE = 0.5
@@ -52,10 +52,15 @@ def estimate_template(template: Template, hardware: HardwareProfile, mode: Compi
 
 
 def dying_inputs(parts: Parts) -> tuple[fx.Node, ...]:
-    """Return the placeholders of the backward that are freed at their last use in it: saved values and tangents."""
+    """Return the placeholders of the backward that are freed at their last use in it.
+
+    They are the saved values, and the tangents that autograd does not hold.
+    """
     assert parts.backward is not None
     placeholders = parts.backward.graph.find_nodes(op="placeholder")
-    return tuple(node for node, ref in zip(placeholders, parts.backward_inputs, strict=True) if ref.kind != "input")
+    held = [Ref("tangent", index) for index in parts.held_tangents]
+    refs = zip(placeholders, parts.backward_inputs, strict=True)
+    return tuple(node for node, ref in refs if ref.kind != "input" and ref not in held)
 
 
 def matmul_tflops(hardware: HardwareProfile, dtype: torch.dtype) -> float:

@@ -5,7 +5,8 @@ For each template (``TemplateRun``)::
     inputs      random                                 the parameters of one segment, never the model's
     forward     (inputs)           timed               its last run's saved values are kept
     recomputes  (inputs, saved)    timed
-    backward    (inputs, saved, tangents)   timed      then once more, saved values and tangents dying, for its memory
+    backward    (inputs, saved, tangents)   timed      then once more, saved values and tangents (but
+                                                   those that autograd holds) dying, for its memory
     drop everything
 
 A model far larger than the device can be profiled, as only one segment's data is ever there. The saved values come from
@@ -128,10 +129,13 @@ class TemplateRun:
         timing = self._time(role)
         saved, tangents = self._made_for(role)
         boxed = self._bind(role, saved, tangents)
+        held = [tangents[index] for index in self.of.held_tangents] if role == "backward" else []
         if role == "backward":
-            del saved, tangents  # the list alone holds them: they die inside
+            del saved, tangents  # the list alone holds the others: they die inside
         module = self._artefact(role).graph
-        return ArtefactCost(timing.ms, self._workspace(role, module, boxed), self._launches(module, timing))
+        cost = ArtefactCost(timing.ms, self._workspace(role, module, boxed), self._launches(module, timing))
+        del held
+        return cost
 
     def _time(self, role: Role) -> Timing:
         """Time a part; what its runs share is dropped on return."""
