@@ -7,9 +7,9 @@ others recomputed::
 
     python -m bench.accuracy llama:16:24 llama:16:24+clip llama:16:24@p7,b4,k0 gpt2:8:16 --plot accuracy.svg
 
-Every configuration is a process of its own, because a cap cannot be lifted again; its result is printed at once. The
-prediction is ``cost_model.simulate`` on the shape and the plan that ran, with templates and machine profiled on the
-device after the timed steps. ``--read FILE`` shows and draws what ``--json FILE`` wrote, without a GPU.
+Every configuration is a process of its own, or with ``--here`` one after the other in one; its result is printed at
+once. The prediction is ``cost_model.simulate`` on the shape and the plan that ran, with templates and machine profiled
+on the device. ``--read FILE`` shows and draws what ``--json FILE`` wrote, without a GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ def measure(configuration: Configuration) -> dict[str, Any]:
     cap = int(configuration.cap_gib * 2**30)
     if on_gpu:
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.mem_get_info()[1]))
+        torch.cuda.reset_peak_memory_stats()
     model = make_model(configuration.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = protrain.prepare(
@@ -271,6 +273,19 @@ def run_child(configuration: Configuration, timeout_s: float) -> dict[str, Any]:
     return found
 
 
+def run_here(configuration: Configuration) -> dict[str, Any]:
+    """Measure in this process, which compiles alike parts once; a failed one says why in ``error``."""
+    try:
+        return measure(configuration)
+    except Exception as error:
+        return {"configuration": str(configuration), "error": traceback.format_exception(error)[-12:]}
+    finally:
+        gc.collect()
+        torch._dynamo.reset()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 def predicted_peak(result: dict[str, Any]) -> int:
     """Return the predicted peak, and what others hold beside the step: the workspaces of libraries."""
     return int(result["prediction"]["peak_bytes"]) + int(result["other_bytes"])
@@ -348,6 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("configurations", nargs="*", help="MODEL:BATCH:CAP[+clip][=POLICY][@pN,bN,kN]")
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one configuration")
+    parser.add_argument("--here", action="store_true", help="all in this process, which takes less time")
     parser.add_argument("--json", help="write everything measured here")
     parser.add_argument("--read", help="show results that --json wrote, instead of measuring")
     parser.add_argument("--output", help="write a markdown result here")
@@ -365,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("give configurations to measure, or --read FILE")
     results: list[dict[str, Any]] = json.loads(Path(given.read).read_text(encoding="utf-8")) if given.read else []
     for configuration in wanted:
-        results.append(run_child(configuration, given.timeout))
+        results.append(run_here(configuration) if given.here else run_child(configuration, given.timeout))
         print("  ".join(describe(results[-1])), *results[-1].get("error", ()), sep="\n  ", flush=True)
         if given.json:
             Path(given.json).write_text(json.dumps(results, indent=1), encoding="utf-8")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -335,6 +336,20 @@ def use_boxed_calls(module: fx.GraphModule) -> fx.GraphModule:
 def inductor_settings() -> str:
     """Return a text that differs when any setting of Inductor that its code depends on does."""
     return inductor_config.get_hash().hex()
+
+
+def use_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Let PyTorch's CUDA allocator grow its segments, which leaves fewer gaps; return whether it was told to.
+
+    A setting of the user's own (``PYTORCH_ALLOC_CONF=expandable_segments:False``) stays, and so does what else is set.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    given = next((environment[name] for name in names if environment.get(name)), "")
+    if "expandable_segments" in given or "backend" in given:
+        return False
+    settings = ",".join(filter(None, (given, "expandable_segments:True")))
+    torch._C._accelerator_setAllocatorSettings(settings)
+    return True
 
 
 def cuda_driver_version() -> int:

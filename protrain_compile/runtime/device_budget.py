@@ -2,14 +2,15 @@
 
 ::
 
-    allowed   what this process may have allocated at once: the user's ``memory_budget``, never more than there is
+    allowed   what this process may have allocated at once: the user's ``memory_budget``, never more than there is, less
+              a reserve for the gaps between allocations
     other     of it, what is allocated outside of the step when it is planned: other models, the user's optimizer
     usable    allowed - other, which the planner divides up
 
 What there is: the memory that the driver says is free, and what PyTorch's allocator holds already; at most the share
 that ``torch.cuda.set_per_process_memory_fraction`` leaves. What the driver, the context and loaded kernels take is
-missing from it by itself; libraries take their workspaces before it is read. Without a budget, a reserve is left of it,
-for the gaps between allocations. On the CPU nothing is measured: only a given budget bounds anything.
+missing from it by itself; libraries take their workspaces before it is read. Gaps are few because the allocator is told
+to let its segments grow. On the CPU nothing is measured: only a given budget bounds anything.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import dataclasses
 
 import torch
 
+from protrain_compile import compat
 from protrain_compile.byte_text import format_size
 from protrain_compile.errors import ProtrainError
 
 RESERVE_SHARE = 0.03
-"""Left of the device without a ``memory_budget``. Chosen, not measured: a prediction this much too low still fits."""
+"""Left of what there is. Chosen, not measured: a prediction this much too low still fits."""
 
 
 class DeviceMemoryError(ProtrainError, torch.OutOfMemoryError):
@@ -122,6 +124,7 @@ def measure_budget(
     """
     if device.type != "cuda":
         return DeviceBudget(memory_budget, coming_bytes)
+    compat.use_expandable_segments()
     _load_libraries(device)
     return budget_of(Usage.now(device), memory_budget, held_bytes, coming_bytes)
 
@@ -129,17 +132,20 @@ def measure_budget(
 def budget_of(usage: Usage, memory_budget: int | None, held_bytes: int, coming_bytes: int = 0) -> DeviceBudget:
     """Return the budget where the device looks like ``usage``; see ``measure_budget``."""
     reserve = int(usage.available_bytes * RESERVE_SHARE)
-    default = usage.available_bytes - reserve
-    allowed = default if memory_budget is None else min(memory_budget, usage.available_bytes)
+    most = usage.available_bytes - reserve
+    allowed = most if memory_budget is None else min(memory_budget, most)
     other = max(usage.allocated_bytes - held_bytes, coming_bytes, 0)
     return DeviceBudget(allowed, other, reserve, usage)
 
 
 def _load_libraries(device: torch.device) -> None:
-    """Let the libraries for products take their workspaces now, which they keep: an H200's are 64 MiB."""
-    with torch.no_grad():
-        few = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-        torch.addmm(few[0], few @ few, few)
+    """Let the libraries for products take their workspaces now, which they keep: on an H200 32 MiB for each thread.
+
+    Threads that compute are this one and the one that autograd runs backwards of ``device`` on.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        few = torch.ones(16, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
+        torch.addmm(few[0], few @ few, few).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: BaseException) -> str:

@@ -424,3 +424,18 @@ def test_padded_products_are_traced_with_the_strides_that_they_have() -> None:
     assert [each.meta["val"].stride() for each in results] == [each.stride() for each in expected]  # type: ignore[union-attr]
     assert [each.stride() for each in found] == [each.stride() for each in expected]
     torch.testing.assert_close(list(found), list(expected))
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, None),
+    ],
+)
+def test_segments_grow_unless_the_user_says_otherwise(environment: dict[str, str], settings: str | None) -> None:
+    with mock.patch.object(torch._C, "_accelerator_setAllocatorSettings") as told:
+        assert compat.use_expandable_segments(environment) == (settings is not None)
+    assert [call.args for call in told.call_args_list] == ([(settings,)] if settings else [])
