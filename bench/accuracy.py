@@ -179,7 +179,9 @@ def measure(configuration: Configuration) -> dict[str, Any]:
         max_grad_norm=1.0 if configuration.clip else None,
     )
     compiled: Any = torch.compile(model, backend=backend, options={"schedule": "off"})
+    begun = time.perf_counter()
     seconds = _train(configuration, compiled, optimizer, device)
+    trained = time.perf_counter()
     part = protrain.schedule(compiled).parts[0]
     planned = part.graph.planned(part.schedule)
     found = {
@@ -196,7 +198,9 @@ def measure(configuration: Configuration) -> dict[str, Any]:
     managed.close()
     del compiled, model, optimizer, managed, part, planned
     gc.collect()
-    return {**found, "other_bytes": other_bytes, **_predict(schedule, shape, plan)}
+    predicted = _predict(schedule, shape, plan)
+    spent = {"train_s": trained - begun, "predict_s": time.perf_counter() - trained}
+    return {**found, "other_bytes": other_bytes, **spent, **predicted}
 
 
 def _train(configuration: Configuration, compiled: Any, optimizer: Any, device: str) -> float:
