@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from support.symbolic import Memory, Result, Trace
 from support.symbolic_runtime import SymbolicRuntime
 
-STREAMS = ("caller", "compute", "h2d", "d2h", "host")
+STREAMS = ("caller", "compute", "h2d", "d2h", "gather", "host")
 
 
 def orders(trace: Trace, *, seeds: int = 0) -> Iterator[list[int]]:

@@ -45,15 +45,27 @@ WAITS = {
     ops.wait_reload: ("reloaded",),
 }
 """The kinds of events that an operation waits for."""
+RANK_WAITS = {
+    **WAITS,
+    ops.bind: ("gathered",),
+    ops.all_gather: ("arrival", "read", "left", "written"),
+    ops.collect: ("arrival", "left", "reduced"),
+    ops.reduce_scatter: ("read", "collected"),
+    ops.offload: ("reduced", "read", "emptied"),
+    ops.update: ("reduced", "landed"),
+}
+"""Those where ranks share chunks."""
 
 
 def dropped_waits_of(schedule: Schedule) -> Iterator[DroppedWait]:
     """Yield every single wait of a schedule that may be left out."""
+    ranks = schedule.chunks is not None and schedule.chunks.sharding is not None
     for name, module in schedule.graphs.items():
         for node in module.graph.nodes:
             on_device = node.target in (ops.collect, ops.update) and node.kwargs["stream"] == "compute"
-            if not on_device or "buffer" in node.kwargs:
-                yield from (DroppedWait(name, node.name, event) for event in WAITS.get(node.target, ()))
+            if ranks or not on_device or "buffer" in node.kwargs:
+                kinds = (RANK_WAITS if ranks else WAITS).get(node.target, ())
+                yield from (DroppedWait(name, node.name, event) for event in kinds)
 
 
 def is_missed(schedule: Schedule, dropped: DroppedWait, tour: Tour | None = None) -> bool:

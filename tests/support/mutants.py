@@ -16,15 +16,19 @@ from typing import Literal
 from support.interleave import results
 from support.missing_waits import DroppedWait
 from support.schedules import find, take_tour
+from support.symbolic_ranks import runtime_for
 from support.symbolic_runtime import SymbolicRuntime
 from torch import fx
 
 from passes.tours import Between, Tour, forward, tours_of
+from passes.verify import verify_schedule
 from protrain_compile import ops
+from protrain_compile.errors import VerifierError
 from protrain_compile.schedule import Schedule, operation_of
 
 SWAPPING = (ops.swap_out, ops.release_swapped, ops.reload, ops.wait_reload)
-MOVING = (ops.wait, ops.release, ops.offload, ops.update, ops.prefetch, ops.collect, *SWAPPING)
+COLLECTIVES = (ops.all_gather, ops.reduce_scatter)
+MOVING = (ops.wait, ops.release, ops.offload, ops.update, ops.prefetch, ops.collect, *SWAPPING, *COLLECTIVES)
 Change = Literal["deleted", "repeated", "earlier", "later"]
 
 
@@ -115,7 +119,8 @@ class Judge:
         self.seeds = seeds
         assert schedule.chunks is not None
         others = [Between("forward of others", first) for first in range(schedule.chunks.buffers)]
-        self.trips = [_Trip(tour) for tour in tours_of(schedule.graphs)]
+        ranks = schedule.chunks.sharding is not None
+        self.trips = [_Trip(tour) for tour in tours_of(schedule.graphs, ranks=ranks)]
         self.trips += [_Trip(Tour("others behind a forward", 0, (forward(0), each))) for each in others]
         for trip in self.trips:
             runtime = trip.run(schedule)
@@ -157,7 +162,7 @@ class _Trip:
 
     def run(self, schedule: Schedule) -> SymbolicRuntime:
         assert schedule.chunks is not None
-        runtime = SymbolicRuntime(schedule.chunks, self.tour.landings, clips=True)
+        runtime = runtime_for(schedule.chunks, self.tour.landings, clips=schedule.chunks.sharding is None)
         take_tour(runtime, schedule, self.tour)
         return runtime
 
@@ -177,3 +182,14 @@ def _drop(schedule: Schedule, runtime: SymbolicRuntime, dropped: DroppedWait) ->
     for each in runtime.trace.instructions:
         if each.node is node and each.event == dropped.event:
             each.after = None
+
+
+def is_found(schedule: Schedule) -> bool:
+    """Whether the pipeline refuses a schedule: its graphs are malformed, or the verifier raises."""
+    if is_malformed(schedule):
+        return True
+    try:
+        verify_schedule(schedule, "x")
+    except VerifierError:
+        return True
+    return False

@@ -99,7 +99,7 @@ def take_tour(runtime: SymbolicRuntime, schedule: Schedule, tour: Tour) -> None:
         if not isinstance(stop, Visit):
             others[stop.kind](stop.first)
         elif stop.graph == "backward":
-            runtime.backward(schedule, runs[stop.run], stop.mode)
+            runtime.backward(schedule, runs[stop.run], stop.mode, last=stop.last)
             if last[stop] == number:
                 runs[stop.run].kept.clear()  # its context dies
         else:

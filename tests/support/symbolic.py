@@ -58,6 +58,15 @@ class Cell(Symbolic):
         assert self.offset is not None
         return memory.setdefault(self.name, {}).get(self.offset, 0)
 
+    def copy_(self, source: Cell) -> None:
+        """Copy on the stream of collectives, the only one on which it is done so."""
+        self.trace.add("gather", _moving(self, source, None), reads=(source.name,), writes=(self.name,))
+
+    def add_(self, source: Cell) -> None:
+        """Add on the stream of collectives."""
+        reads = (source.name, self.name)
+        self.trace.add("gather", _moving(self, source, "sum"), reads=reads, writes=(self.name,))
+
     def zero_(self) -> None:
         self.trace.add("compute", lambda memory: memory.__setitem__(self.name, {}), writes=(self.name,))
 
@@ -255,6 +264,15 @@ class QueueDeviceUpdater:
     def update(self, states: Cell, gradient: Cell, offsets: list[int]) -> None:
         run = updating(states, gradient, offsets)
         self.trace.add("compute", run, reads=(gradient.name, states.name), writes=(states.name,))
+
+
+def _moving(target: Cell, source: Cell, how: str | None) -> Callable[[Memory], None]:
+    def run(memory: Memory) -> None:
+        old, new = memory.get(target.name, {}), memory.get(source.name, {})
+        keys = new if how is None else old | new
+        memory[target.name] = {k: new[k] if how is None else hash((how, old.get(k, 0), new.get(k, 0))) for k in keys}
+
+    return run
 
 
 def _measuring(norm: Cell, flat: Cell) -> Callable[[Memory], None]:

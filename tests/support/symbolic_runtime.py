@@ -95,17 +95,10 @@ class SymbolicRuntime:
 
     def __init__(self, chunks: ChunkBinding, landings: int, *, clips: bool = False) -> None:
         self.trace = Trace()
+        self.chunks = chunks
         kinds = (None,) * len(chunks.residency)
-        spec = StoreSpec(chunks.layout, chunks.residency, kinds, torch.device("cpu"), landings)
-        self.store = SymbolicStore(self.trace, spec)
-        self.residency = ChunkResidency(
-            self.store,  # type: ignore[arg-type]
-            QueueStreams(self.trace),  # type: ignore[arg-type]
-            QueueWorker(self.trace),  # type: ignore[arg-type]
-            chunks.buffers,
-            self._offsets,  # type: ignore[arg-type]
-            measures_norms=False,
-        )
+        self.store = self._make_store(StoreSpec(chunks.layout, chunks.residency, kinds, torch.device("cpu"), landings))
+        self.residency = self._make_residency()
         norms = [Cell(("norm", chunk), self.trace, 0) for chunk in range(len(chunks.residency))]
         self.residency.norms = norms if clips else None  # type: ignore[assignment]
         self.swap = SymbolicSwap(self.trace)
@@ -114,9 +107,21 @@ class SymbolicRuntime:
             buffer.bytes = Cell(("buffer", number), self.trace)  # type: ignore[assignment]
             for kind in ("arrival", "read", "left"):
                 getattr(buffer, kind).kind = kind
-        self.chunks = chunks
         self.runs: list[Run] = []
         self.read_by_others: list[Result] = []
+
+    def _make_store(self, spec: StoreSpec) -> SymbolicStore:
+        return SymbolicStore(self.trace, spec)
+
+    def _make_residency(self) -> ChunkResidency:
+        return ChunkResidency(
+            self.store,  # type: ignore[arg-type]
+            QueueStreams(self.trace),  # type: ignore[arg-type]
+            QueueWorker(self.trace),  # type: ignore[arg-type]
+            self.chunks.buffers,
+            self._offsets,  # type: ignore[arg-type]
+            measures_norms=False,
+        )
 
     def _offsets(self, chunk: int, slots: Sequence[int], multiplier: float) -> list[int]:
         return [self.store.spec.layout.chunks[chunk].slots[slot].offset for slot in slots]
@@ -134,10 +139,9 @@ class SymbolicRuntime:
         self.runs.append(Run(number, results[:split], values))
         return self.runs[-1]
 
-    def backward(self, schedule: Schedule, run: Run, mode: UpdateMode) -> None:
-        """Run the backward of a forward."""
-        self.residency.updated.clear()
-        self.residency.mode = mode
+    def backward(self, schedule: Schedule, run: Run, mode: UpdateMode, *, last: bool = True) -> None:
+        """Run the backward of a forward; ``last``: no other declared micro-batch of the step follows."""
+        self.residency.begin_backward(mode, last=last)
         kept = kept_sources(schedule)
         placeholders = schedule.graphs["backward"].graph.find_nodes(op="placeholder")
         self._execute(
@@ -168,7 +172,7 @@ class SymbolicRuntime:
             else:
                 worker: Any = self.residency.worker
                 self.residency._ticket[chunk] = worker._submit(run, (), (home.name,), made)
-                self.residency.written(chunk)
+            self.residency.written(chunk)
 
     def forward_of_others(self, first: int = 0) -> None:
         """Fetch another chunk into every buffer that chunks share, and read it."""
@@ -177,7 +181,7 @@ class SymbolicRuntime:
             chunk = None if buffer is None else other_chunk(self.chunks, buffer.holder)
             if chunk is None:
                 continue
-            self.residency.prefetch(chunk, number)
+            self._bring(chunk, number)
             outputs = make(self.trace, "compute", ("other",), self.residency.wait(chunk, number, self._slots(chunk)))
             self.residency.release(chunk, number)
             self.read_by_others += outputs
@@ -191,8 +195,14 @@ class SymbolicRuntime:
             slots = self._slots(chunk)
             gradients = make(self.trace, "compute", ("gradients", number, chunk), (), len(slots))
             self.residency.collect(chunk, number, slots, gradients)
-            self.residency.offload(chunk, number)
+            self._take_away(chunk, number)
             self.residency.update(chunk, slots)
+
+    def _bring(self, chunk: int, buffer: int) -> None:
+        self.residency.prefetch(chunk, buffer)
+
+    def _take_away(self, chunk: int, buffer: int) -> None:
+        self.residency.offload(chunk, buffer)
 
     def _slots(self, chunk: int) -> tuple[int, ...]:
         return tuple(range(len(self.chunks.layout.chunks[chunk].slots)))

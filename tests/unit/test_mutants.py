@@ -7,31 +7,18 @@ from __future__ import annotations
 
 import pytest
 from support.missing_waits import dropped_waits_of, is_missed, uses_own_buffer, why_not_missed
-from support.mutants import Judge, Mutant, is_malformed, mutants_of, neighbour
+from support.mutants import Judge, Mutant, is_found, mutants_of, neighbour
 from support.schedules import swapped_schedule
 from torch import fx
 
 from passes.chunk_views import schedule_operations
-from passes.verify import verify_schedule
 from protrain_compile import ops
-from protrain_compile.errors import VerifierError
 from protrain_compile.schedule import Schedule
 
 
 @pytest.fixture(scope="module")
 def judge() -> Judge:
     return Judge(swapped_schedule())
-
-
-def is_found(schedule: Schedule) -> bool:
-    """Whether the pipeline refuses a schedule: its graphs are malformed, or the verifier raises."""
-    if is_malformed(schedule):
-        return True
-    try:
-        verify_schedule(schedule, "x")
-    except VerifierError:
-        return True
-    return False
 
 
 # ---- nodes ---------------------------------------------------------------------------------------------------------

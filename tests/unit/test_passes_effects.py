@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.rank_schedules import shared_schedule
 from support.schedules import (
     MIXED,
     Blocks,
@@ -19,12 +20,12 @@ from support.schedules import (
     swapped_schedule,
     take_tour,
 )
-from support.symbolic_runtime import SymbolicRuntime
+from support.symbolic_ranks import runtime_for
 
 import protrain_compile
 from passes.chunk_views import schedule_operations
-from passes.effects import EFFECTS, Ledger, Step
-from passes.rank_effects import RANK_EFFECTS
+from passes.effects import EFFECTS, Step
+from passes.rank_effects import RANK_EFFECTS, ledger_of
 from passes.tours import STEP, Tour, backward, forward, issued_steps, tours_of
 from protrain_compile import ops
 from protrain_compile.schedule import Schedule
@@ -84,7 +85,7 @@ class Issues:
 def of_runtime(schedule: Schedule, tour: Tour) -> list[Issue]:
     """Return what the residency does along a tour."""
     assert schedule.chunks is not None
-    runtime = SymbolicRuntime(schedule.chunks, tour.landings)
+    runtime = runtime_for(schedule.chunks, tour.landings)
     take_tour(runtime, schedule, tour)
     issues, reached, before = Issues(), [], object()
     for each in runtime.trace.instructions:
@@ -93,17 +94,23 @@ def of_runtime(schedule: Schedule, tour: Tour) -> list[Issue]:
             before = each.node
         if each.after is not None and each.event != "slab":
             issues.wait(each.stream, reached[each.after])
-        shared = [[name for name in names if name[0] not in PRIVATE] for names in (each.reads, each.writes)]
+        shared = [[_named(name) for name in names if name[0] not in PRIVATE] for names in (each.reads, each.writes)]
         issues.access(each.stream, *shared)
         reached.append((each.stream, issues.counts[each.stream]))
     issues.end()
     return [issue for issue in issues.found if issue.streams]
 
 
+def _named(memory: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the table's name of a memory: there a shard and the whole chunk around it are one."""
+    kind, key = memory
+    return ("parameters", key) if kind == "whole" else memory
+
+
 def of_table(schedule: Schedule, tour: Tour) -> list[Issue]:
     """Return what the table says of a tour."""
     assert schedule.chunks is not None
-    ledger = Ledger.of(schedule.chunks, tour.landings)
+    ledger = ledger_of(schedule.chunks, tour.landings)
     operations = schedule_operations(schedule)
     issues, recorded, before = Issues(), {}, object()
     for stop in tour.stops:
@@ -153,6 +160,18 @@ def test_swapped_values() -> None:
 def test_shared_weights_frozen_ones_and_chunks_of_two_sizes(shape: str) -> None:
     schedule = prepared_schedule(Blocks(**{shape: True}), "offloaded")
     check(schedule, tours_of(schedule.graphs))
+
+
+SHARED = [
+    ("offloaded", "parameters"),
+    *(("persistent", sharding) for sharding in ("states", "gradients", "parameters")),
+]
+
+
+@pytest.mark.parametrize("shared", [*SHARED, ("mixed", "states"), ("mixed", "gradients")], ids="-".join)
+def test_chunks_that_ranks_share(shared: tuple[str, str]) -> None:
+    schedule = shared_schedule(*shared)
+    check(schedule, tours_of(schedule.graphs, ranks=True))
 
 
 @pytest.mark.parametrize("landings", [0, 2])
