@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -13,15 +14,28 @@ from protrain_compile.profile import HardwareProfile, Profile, TemplateProfile
 from protrain_compile.profiler.cache import cached, hardware_key, template_key
 from protrain_compile.profiler.hardware import measure_hardware
 from protrain_compile.profiler.nodes import measure_nodes
-from protrain_compile.profiler.templates import measure_template, template_device, template_shares
+from protrain_compile.profiler.templates import compile_parts, measure_template, template_device, template_shares
 from protrain_compile.program import Program, Template
 
 log = logging.getLogger("protrain_compile.profiler")
 
 
-def profile_hardware(device: torch.device, *, refresh: bool = False) -> HardwareProfile:
-    """Return the HardwareProfile of ``device``; ``refresh`` measures it anew."""
-    return cached(HardwareProfile, hardware_key(device), lambda: measure_hardware(device), refresh=refresh)
+def profile_hardware(
+    device: torch.device, *, refresh: bool = False, first: Callable[[], None] = lambda: None
+) -> HardwareProfile:
+    """Return the HardwareProfile of ``device``.
+
+    Args:
+        device: The device.
+        refresh: Measure it anew.
+        first: What is done before it is measured.
+    """
+
+    def measure() -> HardwareProfile:
+        first()
+        return measure_hardware(device)
+
+    return cached(HardwareProfile, hardware_key(device), measure, refresh=refresh)
 
 
 def profile_program(
@@ -43,7 +57,13 @@ def profile_program(
     """
     start = time.perf_counter()
     device = next((d for d in map(template_device, program.templates) if d.type != "cpu"), torch.device("cpu"))
-    machine = hardware or profile_hardware(device, refresh=refresh)
+
+    def compile_all() -> None:
+        # Inductor's processes start with the first part and load the whole host, which the rates would show.
+        for template in program.templates:
+            compile_parts(template, artefacts)
+
+    machine = hardware or profile_hardware(device, refresh=refresh, first=compile_all)
     shares = template_shares(program, artefacts.mode, machine)
     templates = tuple(
         _profile_template(template, artefacts, machine, device, nodes, refresh, share)

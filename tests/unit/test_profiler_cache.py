@@ -12,7 +12,7 @@ from support.profiles import machine
 
 from protrain_compile import compat
 from protrain_compile.artefacts import ArtefactSet
-from protrain_compile.profile import ArtefactCost, Profile
+from protrain_compile.profile import ArtefactCost, HardwareProfile, Profile
 from protrain_compile.profiler import cache, measure
 from protrain_compile.profiler.cache import cache_folder, cached, graph_text, hardware_key, template_key
 from protrain_compile.profiler.measure import profile_hardware, profile_program
@@ -158,3 +158,17 @@ def test_hardware_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [profile_hardware(CPU).name for _ in range(2)] == ["first", "first"]
     assert profile_hardware(CPU, refresh=True).name == "second"
     assert hardware_key(CPU).startswith("hardware-")
+
+
+def test_everything_is_compiled_before_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling loads the host: what is measured beside it is no rate of the machine."""
+    program, artefacts = gpt_program(2), ArtefactSet("eager")
+    seen = []
+
+    def measured(device: torch.device) -> HardwareProfile:
+        seen.append(artefacts.compiled_count)
+        return machine(name="measured")
+
+    monkeypatch.setattr(measure, "measure_hardware", measured)
+    assert profile_program(program, artefacts).hardware.name == "measured"
+    assert seen == [sum(len(each.parts.graphs()) for each in program.templates if each.parts is not None)]
