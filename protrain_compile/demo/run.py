@@ -7,6 +7,7 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,11 +85,12 @@ def _describe(settings: Settings, model: GPT, training: Tensor, validation: Tens
 
 
 def _compile(model: GPT, settings: Settings) -> LossFunction:
-    return torch.compile(
-        model,
-        backend=BACKEND,
-        options={"plan": settings.plan.to_json(), "schedule": settings.schedule, "compile": settings.compile},
-    )
+    options: dict[str, Any] = {"schedule": settings.schedule, "compile": settings.compile}
+    if settings.memory_budget is None:
+        options["plan"] = settings.plan.to_json()
+    else:
+        options["memory_budget"] = settings.memory_budget
+    return torch.compile(model, backend=BACKEND, options=options)
 
 
 def _train(

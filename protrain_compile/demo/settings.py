@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from protrain_compile.byte_text import parse_size
 from protrain_compile.commands.arguments import at_least, device
 from protrain_compile.errors import OptionError, PlanError
 from protrain_compile.options import CompileMode
@@ -37,6 +38,7 @@ class Settings:
         lr: Peak learning rate.
         seed: Seeds the weights, the batches and the sample.
         plan: What happens to each block's saved values.
+        memory_budget: Device bytes for which a plan is searched in place of that one; None for none.
         compile: How the backend runs its artefacts.
         schedule: How the backend prints the schedule.
         text: The text to learn, or None for Python's documentation topics.
@@ -56,6 +58,7 @@ class Settings:
     lr: float
     seed: int
     plan: Plan
+    memory_budget: int | None
     compile: CompileMode
     schedule: str
     text: Path | None
@@ -99,6 +102,7 @@ def _add_backend_arguments(group: argparse._ArgumentGroup) -> None:
         "--recompute", type=at_least(0), metavar="N", help="recompute the first N blocks in the backward (default: 0)"
     )
     policies.add_argument("--plan", type=Path, metavar="FILE", help="a Plan as JSON, in place of --recompute")
+    policies.add_argument("--memory-budget", metavar="SIZE", help="search a plan for this much memory, such as 20MiB")
     _add_choice(group, "--compile", ("inductor", "eager"), "run compiled pieces, or one ATen operation at a time")
     _add_choice(
         group,
@@ -136,10 +140,12 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         raise OptionError("argument --prompt: must not be empty; give at least one character")
     device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    budget = arguments.memory_budget
     derived: dict[str, Any] = {
         "device": device,
         "dtype": DTYPES[dtype],
         "plan": _read_plan(arguments),
+        "memory_budget": None if budget is None else parse_size(budget, "--memory-budget"),
         "prompt": os.fsencode(arguments.prompt),
     }
     as_given = {field.name for field in dataclasses.fields(Settings)} - set(derived)

@@ -132,12 +132,15 @@ def test_one_rank_is_no_world(tmp_path: object) -> None:
 
 
 def test_demo_under_torchrun() -> None:
-    """Two ranks learn what one does (``--check`` compares with eager), and only the first prints."""
+    """Two ranks learn what one does (``--check`` compares with eager) by a searched plan, and only the first prints."""
     model = ["--blocks", "2", "--width", "32", "--batch", "4", "--seq", "32", "--steps", "3", "--sample", "4"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "protrain_compile", "demo", "--device", "cpu", "--compile", "eager", "--check", *model]
+    planned = ["--memory-budget", "900KiB"]  # what keeps all takes more
+    demo = ["demo", "--device", "cpu", "--compile", "eager", "--check", *planned]
+    command = [*launcher, "-m", "protrain_compile", *demo, *model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("check passed") == 1
     assert done.stdout.count("[backward]") == 1
-    assert "2 ranks" in done.stdout
+    assert "0 persistent, 0 offloaded, 1 split; 2 ranks divide" in done.stdout
+    assert "budget 900 KiB" in done.stdout

@@ -25,7 +25,7 @@ def tiny_model() -> GPT:
     return GPT(blocks=2, width=16, heads=2, max_length=8)
 
 
-@pytest.mark.parametrize("policy", [(), ("--recompute", "2"), ("--dtype", "bfloat16")])
+@pytest.mark.parametrize("policy", [(), ("--recompute", "2"), ("--dtype", "bfloat16"), ("--memory-budget", "64MiB")])
 def test_demo_agrees_with_eager(policy: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert demo("--compile", "eager", "--check", *policy) == 0
     out = capsys.readouterr().out

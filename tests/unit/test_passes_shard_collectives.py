@@ -7,11 +7,12 @@ import dataclasses
 
 import pytest
 from support.prepared import CHUNKS
-from support.rank_schedules import RANKS, shared_schedule, single_schedule
+from support.rank_schedules import RANKS, TURNS, shared_schedule, single_schedule
 from torch import fx
 
 from passes.verify_chunks import verify_chunks
 from protrain_compile import ops
+from protrain_compile.artefacts import Artefact
 from protrain_compile.errors import VerifierError
 from protrain_compile.schedule import Schedule, operation_of
 from protrain_compile.schedule_digest import collective_lines
@@ -134,3 +135,19 @@ def mutant(schedule: Schedule) -> Schedule:
 
 def find(schedule: Schedule, graph: str, name: str) -> fx.Node:
     return next(node for node in schedule.graphs[graph].graph.nodes if node.name == name)
+
+
+@pytest.mark.parametrize("residency", ["persistent", "mixed"])
+def test_updates_on_the_device_wait_for_the_next_calls_gradients(residency: str) -> None:
+    """Else compute would wait for a reduce_scatter that has just begun; each is still updated once."""
+    nodes = list(shared_schedule(residency, "gradients").graphs["backward"].graph.nodes)
+    calls = [i for i, node in enumerate(nodes) if isinstance(node.target, Artefact)]
+
+    def position(target: object, chunk: int) -> int:
+        (found,) = (i for i, n in enumerate(nodes) if (n.target, n.kwargs.get("chunk")) == (target, chunk))
+        return found
+
+    for chunk in range(CHUNKS):
+        reduced, updated = position(ops.reduce_scatter, chunk), position(ops.update, chunk)
+        hidden = any(reduced < call < updated for call in calls)
+        assert hidden == (TURNS[residency][chunk] == "persistent" and reduced < calls[-1])
