@@ -6,7 +6,6 @@ dearer only for what survives::
 
     group    busy, shared (time_bounds)      in no time
              cycle (time_bounds)             when it comes first
-             undisturbed (timeline)          when a leaf turned out slower than the group's bound
     leaf     simulate (timeline)             the exact time
 
 Times within ``SAME_SHARE`` of each other count as equal: the plan with less memory wins, which keeps room for what no
@@ -33,7 +32,7 @@ from protrain_compile.budget_refusal import budget_error
 from protrain_compile.cost_model import Prediction, rates_of, simulate
 from protrain_compile.errors import BudgetError, PlanError
 from protrain_compile.lowering import Choice, lower
-from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
+from protrain_compile.plan import Plan, Policy
 from protrain_compile.plan_rows import Group, Pattern, PlanRows
 from protrain_compile.plan_space import PlanSpace
 from protrain_compile.profile import Profile
@@ -42,7 +41,7 @@ from protrain_compile.roles import RECOMPUTES
 from protrain_compile.step_jobs import step_jobs
 from protrain_compile.step_shape import StepShape
 from protrain_compile.time_bounds import TimeBounds
-from protrain_compile.timeline import repeated_ms, undisturbed_ms
+from protrain_compile.timeline import repeated_ms
 
 SAME_SHARE = 0.002
 """A tenth of what predictions are allowed to be off, rounded down: finer differences mean nothing."""
@@ -154,7 +153,6 @@ class Search:
         self._waiting: list[tuple[Key, int, Pattern | Group, int]] = []
         self._seen: list[tuple[Group, float]] = []
         self._best: Key = NONE_YET
-        self._disturbed_little = True
 
     @property
     def simulated(self) -> int:
@@ -162,8 +160,13 @@ class Search:
         return len(self._times)
 
     def run(self) -> Choice | None:
-        """Return the best choice; None if none fits."""
-        best_ms, chosen = math.inf, None
+        """Return the best choice; None if none fits.
+
+        Where everything stays on the device if it is not clearly slower, only what is clearly faster is looked for.
+        """
+        best_ms, chosen = math.inf, self._resident()
+        if chosen is not None:
+            self._best = (time_cell(self._simulate(chosen) / (1 + STAY_SHARE)) + 1, 0)
         for pattern in self.rows.patterns:
             self._wait((_bound_cell(self.rows.least_ms(pattern)), 0), pattern)
         while self._waiting and self._waiting[0][0] < self._best:
@@ -177,16 +180,13 @@ class Search:
             if self._key(group, buffers) > key:
                 self._wait(self._key(group, buffers), group, buffers)
                 continue
-            judges = self._judges
-            better = self._judge(group) if judges else buffers
+            better = self._judge(group) if self._judges else buffers
             if not better:
                 continue
             ms = self._simulate(group.choice(better))
             found = (time_cell(ms), group.peak_bytes(better))
             if (found, ms) < (self._best, best_ms):
                 self._best, best_ms, chosen = found, ms, group.choice(better)
-            if found[0] > key[0] and not judges:
-                self._undisturbed(group)
         return chosen
 
     @property
@@ -194,15 +194,20 @@ class Search:
         """Whether assumptions count."""
         return self._best != NONE_YET and self.simulated >= SURE
 
+    def _resident(self) -> Choice | None:
+        """Return the choice that moves and recomputes nothing, where it fits and the user did not decide otherwise."""
+        residency = self.space.residencies[-1]
+        fewest = min(self.space.buffer_counts(residency), default=0)
+        found = Choice(self.space.policy_patterns[0], residency, fewest)
+        moves = set(found.residency) - {"persistent"} or set(found.policies) - {"keep"}
+        return None if moves or not self._fits(found) else found
+
     def prefer_resident(self, choice: Choice) -> Choice:
         """Return the choice that moves and recomputes nothing, where it fits and is about as fast; else ``choice``."""
-        everything = self.space.residencies[-1]
-        fewest = min(self.space.buffer_counts(everything), default=0)
-        resident = Choice(self.space.policy_patterns[0], everything, max(choice.buffers, fewest))
-        moves = set(resident.residency) - {"persistent"} or set(resident.policies) - {"keep"}
-        if moves or self.space.peak_bytes(resident) > self.device_bytes:
+        found = self._resident()
+        if found is None or self._simulate(found) > self._simulate(choice) * (1 + STAY_SHARE):
             return choice
-        return resident if self._simulate(resident) <= self._simulate(choice) * (1 + STAY_SHARE) else choice
+        return found
 
     def swap_where_faster(self, choice: Choice) -> Choice:
         """Return a plan that swaps in place of recomputing, where it is faster and compute hides the copies.
@@ -300,21 +305,6 @@ class Search:
         """Return the cell of a plan's time, or of its bound where the bound is past all that matters."""
         bound = _bound_cell(group.bound_ms(buffers))
         return bound if bound > self._best[0] else time_cell(self._simulate(group.choice(buffers)))
-
-    def _undisturbed(self, group: Group) -> None:
-        """Bound a group's plans by one with buffers for everything, in which nothing slows anything down.
-
-        It takes as long as a simulation; where it did not help one group it would not help others.
-        """
-        if group.bounds == 2 or not self._disturbed_little:
-            return
-        group.bounds = 2
-        choice = group.choice(len(group.row.residency) + MIN_BUFFERS)
-        shape, profile = self.space.shape, self.space.profile
-        jobs = step_jobs(shape, profile, choice, lower(shape, choice), chunk_launches=False)
-        ms = undisturbed_ms(jobs)
-        self._disturbed_little = ms > group.least_ms
-        group.least_ms = max(group.least_ms, ms)
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:

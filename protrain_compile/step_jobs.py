@@ -86,18 +86,13 @@ class StepJobs:
     last_compute: int
 
 
-def step_jobs(
-    shape: StepShape, profile: Profile, choice: Choice, lowered: Lowered, *, chunk_launches: bool = True
-) -> StepJobs:
-    """Return the jobs of a step in steady state: its first prefetches wait for what the step before did last.
-
-    Without ``chunk_launches``, launching operations on chunks takes no time: a bound for plans that have fewer.
-    """
-    writer = _Writer(shape, profile, choice, chunk_launches)
+def step_jobs(shape: StepShape, profile: Profile, choice: Choice, lowered: Lowered) -> StepJobs:
+    """Return the jobs of a step in steady state: its first prefetches wait for what the step before did last."""
+    writer = _Writer(shape, profile, choice)
     writer.write(lowered)
     # A frozen chunk may still be in its buffer when the next step begins: its prefetch is then no job.
     while writer.holder and writer.holder != writer.held_before:
-        writer = _Writer(shape, profile, choice, chunk_launches, writer.holder)
+        writer = _Writer(shape, profile, choice, writer.holder)
         writer.write(lowered)
     return StepJobs(writer.finished_jobs(), tuple(writer.job_of), writer.last_compute[0])
 
@@ -172,13 +167,11 @@ class _Writer:
         shape: StepShape,
         profile: Profile,
         choice: Choice,
-        chunk_launches: bool,
         holder: Mapping[int, int] | None = None,
     ) -> None:
         self.shape = shape
         self.profile = profile
         self.choice = choice
-        self.chunk_launches = chunk_launches
         self.durations = Durations(shape, profile.hardware)
         self.swaps = swap_plan(shape, choice.policies, recomputed_segments(shape, choice.policies))
         self.swapped: dict[int, Ref] = {}
@@ -244,13 +237,12 @@ class _Writer:
             if self.shape.clips:
                 self._since, self._launched_ms = self.last_compute, 0.0
             for chunk in sorted(self._pending):
-                self._launch(CHUNK_LAUNCHES["update"] * self.chunk_launches)
+                self._launch(CHUNK_LAUNCHES["update"])
                 self._apply(chunk)
 
     def _carries_out(self) -> dict[str, tuple[int, Callable[..., None]]]:
         """Return launches and writer of every operation that is no call."""
-        on_chunks = CHUNK_LAUNCHES | (RANK_LAUNCHES if self.is_shared else {})
-        launches = {name: each * self.chunk_launches for name, each in on_chunks.items()} | SWAP_LAUNCHES
+        launches = CHUNK_LAUNCHES | SWAP_LAUNCHES | (RANK_LAUNCHES if self.is_shared else {})
         return {name: (each, getattr(self, f"_{name}")) for name, each in launches.items()}
 
     def _launch(self, calls: int) -> None:

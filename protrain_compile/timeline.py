@@ -23,8 +23,6 @@ SAME_MS = 1e-6
 Speeds = tuple[tuple[float, float, float], ...]
 """Speeds of h2d, d2h and host, relative to each alone, by which of them run (bits 1, 2 and 4)."""
 
-ALONE = (1.0, 1.0, 1.0)
-
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
@@ -64,7 +62,7 @@ def speeds(hardware: HardwareProfile, format: Format = "split") -> Speeds:
     beside = [link.beside_updates_gb_per_s / link.alone_gb_per_s for link in links]
     shared = sum(link.beside_updates_gb_per_s for link in links)
     one = [min(1.0, shared / link.alone_gb_per_s) for link in links]
-    found = [ALONE] * 8
+    found = [(1.0, 1.0, 1.0)] * 8
     found[3] = (both[0], both[1], 1.0)
     found[5] = (one[0], 1.0, (1.0 + lost) / 2)
     found[6] = (1.0, one[1], (1.0 + lost) / 2)
@@ -88,11 +86,6 @@ def simulate_jobs(step: StepJobs, rates: Speeds, steps: int = MAX_STEPS) -> Time
 def repeated_ms(step: StepJobs, rates: Speeds, steps: int = MAX_STEPS) -> float:
     """Return the time of a step of the steady state: all that the search compares."""
     return _Engine(step, rates, steps).run() if step.last_compute >= 0 else 0.0
-
-
-def undisturbed_ms(step: StepJobs, steps: int = MAX_STEPS) -> float:
-    """Return the time of a step in which nothing slows anything down: no more than ``simulate_jobs`` finds."""
-    return repeated_ms(step, (ALONE,) * (1 << len(ALONE)), steps)
 
 
 class _Side:

@@ -12,7 +12,7 @@ from protrain_compile.cost_model import rates_of
 from protrain_compile.lowering import Choice, lower
 from protrain_compile.plan import POLICIES
 from protrain_compile.step_jobs import STREAMS, StepJobs, step_jobs
-from protrain_compile.timeline import Speeds, Timeline, repeated_ms, simulate_jobs, undisturbed_ms
+from protrain_compile.timeline import Speeds, Timeline, repeated_ms, simulate_jobs
 
 
 def random_jobs(draw: random.Random) -> tuple[StepJobs, Speeds]:
@@ -54,7 +54,6 @@ def test_every_job_begins_when_the_last_that_it_waits_for_has_ended(seed: int) -
     if settled(jobs, found):
         assert found.begins == pytest.approx(begins_expected(jobs, found), abs=1e-4)
     assert repeated_ms(jobs, rates) == found.step_ms
-    assert undisturbed_ms(jobs) <= found.step_ms + 1e-6
 
 
 def test_most_steps_settle() -> None:
