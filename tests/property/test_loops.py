@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import protrain_compile
 from protrain_compile import Plan
 from protrain_compile.errors import BudgetError
+from protrain_compile.plan import POLICIES
 from protrain_compile.residency import ChunkResidency
 
 EXAMPLES = 14
@@ -87,7 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
         tied=draw(st.booleans()),
         frozen=draw(st.frozensets(st.integers(0, depth - 1), max_size=depth - 1)),
         half=draw(st.booleans()),
-        policies=tuple(draw(st.lists(st.sampled_from(("keep", "recompute")), min_size=depth, max_size=depth))),
+        policies=tuple(draw(st.lists(st.sampled_from(POLICIES), min_size=depth, max_size=depth))),
         residency=draw(st.sampled_from(("persistent", "offloaded", "split", None))),
         slack=draw(st.sampled_from((1.0, 1.2, 1.5))),
         chunk_bytes=draw(st.sampled_from((700, 2_000, 6_000))),

@@ -29,6 +29,7 @@ from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.chunks import RESIDENCIES, ChunkBinding, ChunkLayout, ParameterSpec
 from protrain_compile.program import GraphInput, InputKind, Parts, Program, Recompute, Ref, Segment, Stage, Template
 from protrain_compile.schedule import Schedule
+from protrain_compile.shards import Sharding, allowed_sharding
 
 aten = torch.ops.aten
 
@@ -56,8 +57,10 @@ class Synthetic:
     buffers: int
     layout: ChunkLayout
 
-    def schedule(self, *, train: bool = True) -> Schedule:
+    def schedule(self, *, train: bool = True, sharding: Sharding | None = None) -> Schedule:
         """Return the schedule that the passes write, for training or inference; the verifier runs after each.
+
+        With ``sharding``, ranks share the chunks, each as far so as its residency allows.
 
         Raises:
             PlanError: If one call uses more chunks than there are buffers.
@@ -69,6 +72,9 @@ class Synthetic:
             self.buffers,
             dict(enumerate(self.layout.place_of)),
         )
+        if sharding is not None:
+            divided = tuple(allowed_sharding(each, sharding) for each in self.residency)
+            chunks = dataclasses.replace(chunks, ranks=4, sharding=divided)
         plan = Plan(policies=self.policies).fit(program.block_names)  # type: ignore[arg-type]
         schedule = Schedule(program, plan, ArtefactSet("eager"), chunks=chunks)
         schedule_pipeline().run(schedule)
@@ -93,7 +99,7 @@ def draw(seed: int) -> Synthetic:
     trainable[0] = True
     layout = _layout(sizes, trainable, blocks, at.choice((None, 512, 1024, 2048)))
     residency = tuple(at.choice(RESIDENCIES) for _ in layout.chunks)
-    policies = tuple(at.choice(("keep", "recompute")) for _ in blocks)
+    policies = tuple(at.choice(("keep", "recompute", "swap")) for _ in blocks)
     return Synthetic(tuple(sizes), tuple(trainable), tuple(blocks), policies, residency, at.randint(3, 6), layout)
 
 
