@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -78,6 +79,12 @@ def case(name: str) -> Captured:
     return CASES[name]()
 
 
+def as_graphs_see_it(shape: StepShape) -> StepShape:
+    """Return the shape without what autograd holds beyond a graph's last use of it: tangents."""
+    lives = (dataclasses.replace(life, returned=life.returned and life.birth != "tangent") for life in shape.lives)
+    return dataclasses.replace(shape, lives=tuple(lives))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_passes_write(name: str) -> None:
     draw = random.Random(name)
@@ -90,7 +97,7 @@ def test_as_the_passes_write(name: str) -> None:
         assert list(lowered.forward) == real_operations(schedule, "forward"), choice
         assert list(lowered.backward) == real_operations(schedule, "backward"), choice
         alive = schedule_liveness(schedule)
-        lives = live_values(found.shape, choice, lowered, "size_bytes")
+        lives = live_values(as_graphs_see_it(found.shape), choice, lowered, "size_bytes")
         for graph, live in zip(("forward", "backward"), lives, strict=True):
             expected = [each - alive[graph].held_bytes for each in alive[graph].live_bytes.values()]
             assert live[1:] == expected, (graph, choice)
