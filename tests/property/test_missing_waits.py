@@ -86,9 +86,9 @@ class Bench:
 
     def dropped(self, site: Site) -> DroppedWait:
         """Return the same wait as one of the schedule."""
-        name, subject = self.device.operations[site.section, site.operation]
+        name, chunk = self.device.operations[site.section, site.operation]
         if site.section == "step":
-            return DroppedWait("step", str(subject), site.kind)
+            return DroppedWait("step", str(chunk), site.kind)
         targets = EFFECTS.keys() - {ops.snapshot}
         nodes = [node for node in self.schedule.graphs[site.section].graph.nodes if node.target in targets]
         node = nodes[site.operation]

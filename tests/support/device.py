@@ -176,7 +176,8 @@ def _used_after(device: ThreadedDevice, original: Callable[..., None]) -> Callab
 
 def _counted(device: ThreadedDevice, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def operate(owner: Any, *arguments: Any) -> Any:
-        with device.operating(name, arguments[0]):
+        chunk = arguments[0] if isinstance(arguments[0], int) else None  # not a handle, which must die in time
+        with device.operating(name, chunk):
             return original(owner, *arguments)
 
     return operate

@@ -138,7 +138,7 @@ class ThreadedDevice:
 
     Attributes:
         section: What the launching thread is in (see ``Site``).
-        operations: By section and number: the name and the first argument of each operation, in its last run.
+        operations: By section and number: the name of each operation and its chunk, in its last run.
         records: Whether ``waits`` and ``ran`` are kept.
         waits: Every wait that was given or left out since ``reseed``.
         ran: Stream and operation, and the thread that ran it, in order, since ``reseed``.
@@ -152,7 +152,7 @@ class ThreadedDevice:
         self.records = records
         self.section = ""
         self.skip: Site | None = None
-        self.operations: dict[tuple[str, int], tuple[str, object]] = {}
+        self.operations: dict[tuple[str, int], tuple[str, int | None]] = {}
         self._operation, self._count = -1, 0
         self.drains = True
         self._lock = threading.RLock()
@@ -205,13 +205,13 @@ class ThreadedDevice:
                 self.drain(self.compute)
 
     @contextmanager
-    def operating(self, name: str, subject: object) -> Iterator[None]:
+    def operating(self, name: str, chunk: int | None) -> Iterator[None]:
         """Count an operation of the section, unless it is part of another one."""
         if self._operation >= 0:
             yield
             return
         self._operation, self._count = self._count, self._count + 1
-        self.operations[self.section, self._operation] = (name, subject)
+        self.operations[self.section, self._operation] = (name, chunk)
         try:
             yield
         finally:
