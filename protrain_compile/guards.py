@@ -177,6 +177,13 @@ def manage(parameter: nn.Parameter, home: Home, index: int) -> None:
     parameter._index = index
 
 
+def release(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Turn a ManagedParameter back into a plain one with ``value``; the inverse of ``manage``."""
+    parameter.__class__ = nn.Parameter
+    del parameter._home, parameter._index  # type: ignore[attr-defined]
+    parameter.data = value
+
+
 def _eager_access(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     first = args[0] if args else None

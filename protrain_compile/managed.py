@@ -25,7 +25,7 @@ from torch import nn
 
 from protrain_compile.chunks import ChunkBinding, ChunkLayout, ParameterSpec
 from protrain_compile.errors import DoorError
-from protrain_compile.guards import manage
+from protrain_compile.guards import manage, release
 from protrain_compile.packing import Packing, Preparation, decide
 from protrain_compile.plan import Plan
 from protrain_compile.residency import ChunkResidency, SegmentsOf
@@ -83,6 +83,14 @@ class ManagedModel:
             self._sources.append(parameter.detach())
             parameter.data = _empty_like(parameter, preparation.device)
             manage(parameter, self, index)
+
+    def hand_back(self) -> None:
+        """Undo what making this did, before anything is packed: plain parameters hold their values again."""
+        assert self.layout is None
+        for reference, source in zip(self.parameters, self._sources, strict=True):
+            parameter = reference()
+            if parameter is not None and source is not None:
+                release(parameter, source)
 
     # ---- packing and binding -----------------------------------------------------------------------------------
 

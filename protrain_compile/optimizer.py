@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -115,6 +116,22 @@ def manage_optimizer(optimizer: Optimizer, managed: ManagedModel, parameter_inde
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = _managed_class(type(optimizer))  # type: ignore[arg-type]
     optimizer._patch_step_function()  # step hooks, and the profiler's label
+    if scheduled:
+        _keep_scheduler_content(optimizer)
+
+
+def release_optimizer(managed: ManagedModel) -> None:
+    """Give the optimizer of a model that has not run its class and its states back; the inverse of the above."""
+    optimizer = managed.book.optimizer
+    if not isinstance(optimizer, ManagedOptimizer):
+        return
+    states = collections.defaultdict(dict, {parameter: optimizer.state[parameter] for parameter in optimizer.state})
+    scheduled = "step" in optimizer.__dict__
+    for name in ("_managed", "_parameter_index", "_step_supports_amp_scaling", "step"):
+        optimizer.__dict__.pop(name, None)
+    optimizer.__class__ = type(optimizer).__mro__[2]
+    optimizer.__dict__["state"] = states
+    optimizer._patch_step_function()
     if scheduled:
         _keep_scheduler_content(optimizer)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from protrain_compile.byte_text import format_size
 from protrain_compile.chunks import Chunk, ChunkLayout, Residency
 from protrain_compile.cost_model import Prediction, simulate
 from protrain_compile.errors import BudgetError, VerifierError
@@ -49,10 +50,12 @@ class Budgets:
     Attributes:
         device_bytes: On the device; None where nothing bounds it.
         host_bytes: On the host; None where nothing bounds it.
+        are_given: Whether the user set ``memory_budget``: a Plan by hand is then held to it.
     """
 
     device_bytes: int | None
     host_bytes: int | None = None
+    are_given: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,23 +101,39 @@ def decide(
         fixed: What was decided for an earlier shape of the same model.
 
     Raises:
-        BudgetError: If no plan fits; it names the smallest budget that would do.
+        BudgetError: If no plan fits; it names the smallest budget that would do. Or if ``given`` is a whole plan that
+            takes more than a budget that the user set.
         PlanError: If ``given`` does not fit the model.
     """
     resident = complete(shape, given, fixed)
     if budgets.device_bytes is None:
         return Decision(resident)
-    if is_decided(shape, given, fixed):
-        return Decision(resident, simulate(shape, estimate(), resident))
     prediction = simulate(shape, estimate(), resident)
-    if prediction.peak_bytes <= FITS_BY_FAR * budgets.device_bytes:
+    fits_by_far = prediction.peak_bytes <= FITS_BY_FAR * budgets.device_bytes
+    if fits_by_far or (is_decided(shape, given, fixed) and not budgets.are_given):
         return Decision(resident, prediction)
     profile = measure()
+    if is_decided(shape, given, fixed):
+        prediction = simulate(shape, profile, resident)
+        _check_given(shape, prediction, budgets.device_bytes)
+        return Decision(resident, prediction)
     wanted = constraint(given, fixed)
     solution = search(shape, profile, device_bytes=budgets.device_bytes, host_bytes=budgets.host_bytes, given=wanted)
     verify_fit(solution.prediction, budgets)
     measured = all(template.measured for template in profile.templates)
     return Decision(solution.plan.fit(shape.block_names), solution.prediction, measured)
+
+
+def _check_given(shape: StepShape, prediction: Prediction, device_bytes: int) -> None:
+    """Refuse a whole plan by hand that takes more than the budget."""
+    peak = prediction.peak_bytes
+    if peak > device_bytes:
+        raise BudgetError(
+            f"memory_budget: {format_size(device_bytes)} is too small for the plan that was given for {shape.name}, "
+            f"whose peak, in the {prediction.peak_at}, is predicted to be {format_size(peak)}: raise it, or leave "
+            "parts of the plan open",
+            peak,
+        )
 
 
 def verify_fit(prediction: Prediction, budgets: Budgets) -> None:

@@ -24,7 +24,7 @@ from protrain_compile.host_needs import host_needs
 from protrain_compile.joining import join_ranks
 from protrain_compile.managed import ManagedModel
 from protrain_compile.materialize import materialize
-from protrain_compile.optimizer import ManagedOptimizer, manage_optimizer
+from protrain_compile.optimizer import ManagedOptimizer, manage_optimizer, release_optimizer
 from protrain_compile.options import parse_plan
 from protrain_compile.packing import Preparation
 from protrain_compile.plan import Plan
@@ -72,6 +72,9 @@ def prepare(
     With several ranks this is a collective call, as are reading a parameter, a gradient or an optimizer state: every
     rank does it, and each gets the whole. All ranks start from rank 0's parameters and buffers, as with DDP.
 
+    A model that was prepared and has not run yet (its first call was refused with a BudgetError, say) is prepared
+    anew, with this or another optimizer over its parameters.
+
     Returns:
         The same model and the same optimizer object.
 
@@ -81,6 +84,7 @@ def prepare(
             what is available.
         RankError: If ranks differ in their models or arguments; the message shows the first difference.
     """
+    _hand_back(model)
     _check_arguments(model, optimizer)
     preparation = Preparation(
         device=_device(model, device),
@@ -108,13 +112,28 @@ def prepare(
     return model, optimizer
 
 
+def _hand_back(model: nn.Module) -> None:
+    """Undo an earlier ``prepare`` of a model that has not run: parameters and optimizer are as they were."""
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    homes = {p._home for p in parameters if isinstance(p, ManagedParameter)}
+    managed = homes.pop() if len(homes) == 1 else None
+    if isinstance(managed, ManagedModel) and managed.layout is None and len(managed.specs) == len(parameters):
+        release_optimizer(managed)
+        managed.hand_back()
+
+
 def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
-        raise OptionError("model is compiled already: call prepare first, then torch.compile")
+        raise OptionError(
+            "model is compiled already: call prepare first, then torch.compile (what was compiled is model._orig_mod)"
+        )
     if isinstance(optimizer, ManagedOptimizer) or any(isinstance(p, ManagedParameter) for p in model.parameters()):
-        raise OptionError("model or optimizer is prepared already; call prepare once")
+        raise OptionError(
+            "model or optimizer is prepared already, and the model has run (or the optimizer is another model's): "
+            "call prepare once"
+        )
     _check_optimizer(model, optimizer)
     _check_model(model)
 
@@ -254,6 +273,8 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 def _watch_state_dicts(model: nn.Module) -> None:
     """Make state dicts hold plain host tensors; refuse ``load_state_dict(assign=True)``."""
     for module in model.modules():
+        if _before_state_dict in module._state_dict_pre_hooks.values():
+            continue  # it was prepared before
         module.register_state_dict_pre_hook(_before_state_dict)  # type: ignore[no-untyped-call]
         module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_refuse_assign)  # type: ignore[no-untyped-call]

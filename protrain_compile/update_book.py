@@ -46,6 +46,11 @@ class UpdateBook:
         self._first = self._current = self.rules()
 
     @property
+    def optimizer(self) -> Optimizer | None:
+        """The user's optimizer; None if it is gone."""
+        return self._optimizer()
+
+    @property
     def names(self) -> Mapping[str, str]:
         """Moment by the name that ``torch.optim`` has for it."""
         return STATE_NAMES["sgd" if issubclass(self._type, torch.optim.SGD) else "adam"]

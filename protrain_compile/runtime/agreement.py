@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Hashable, Iterable
 
@@ -50,7 +51,7 @@ class Agreement:
         assert self._ranks is not None
         every = self._ranks.exchange(json.dumps([own.device_bytes, own.host_bytes]), BUDGETS)
         device, host = zip(*map(json.loads, every), strict=True)
-        return Budgets(_least(device), _least(host))
+        return dataclasses.replace(own, device_bytes=_least(device), host_bytes=_least(host))
 
     def measure(self) -> None:
         """Measure the collectives, once, with all ranks."""

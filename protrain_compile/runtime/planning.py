@@ -161,7 +161,9 @@ class Planning:
         forms, fixed = loss_forms(self._program, given), _fixed(managed)
         shape = self.shape(call, given, forms[0])
         budget = self._budget(shape, managed, fixed)
-        budgets = Budgets(self._device_bytes(budget, managed), self._host_bytes(managed))
+        are_given = self._options.memory_budget is not None
+        are_given |= managed is not None and managed.preparation.memory_budget is not None
+        budgets = Budgets(self._device_bytes(budget, managed), self._host_bytes(managed), are_given)
         if call.together and managed is not None:
             budgets = managed.agreement.budgets(budgets)
         if budgets.device_bytes is None:

@@ -17,7 +17,7 @@ from protrain_compile import Plan
 from protrain_compile.commands.models import resolve
 from protrain_compile.commands.outlook import Workload, step_of
 from protrain_compile.cost_model import Prediction, simulate
-from protrain_compile.errors import BudgetError
+from protrain_compile.errors import BudgetError, OptionError
 from protrain_compile.profile import HardwareProfile
 from protrain_compile.roles import RECOMPUTES
 from protrain_compile.runtime.planning import Planning
@@ -88,9 +88,13 @@ def needed() -> int:
     return caught.value.needed_bytes
 
 
-def light_values() -> dict[str, Tensor]:
+def light_model() -> nn.Module:
     torch.manual_seed(0)
-    return light.GPT(BLOCKS, width=WIDTH).state_dict()
+    return light.GPT(BLOCKS, width=WIDTH)
+
+
+def light_values() -> dict[str, Tensor]:
+    return light_model().state_dict()
 
 
 def test_budgets_are_kept_and_slower_the_smaller_they_are() -> None:
@@ -200,6 +204,47 @@ def test_planning_for_a_new_shape_that_breaks_off_is_done_again(monkeypatch: pyt
     assert binding.sizes == known
     run.step(tokens(2, 64))
     assert binding.sizes != known
+
+
+def test_after_a_refusal_a_smaller_batch_or_a_larger_budget_works() -> None:
+    """In one process, as in a notebook: the same compiled model, or prepared and compiled again."""
+    run = Run(needed() - MIB)
+    optimizer, values = run.optimizer, light_values()
+    state = optimizer.state_dict()
+    with pytest.raises(BudgetError):
+        run.compiled(data())
+    expected = compile_model(light_model())(data()).detach()
+    for another in (False, True):
+        given = torch.optim.AdamW(run.model.parameters(), eps=1e-4) if another else optimizer
+        _, run.optimizer = protrain_compile.prepare(run.model, given, memory_budget=1 << 40, device="cpu")
+        assert run.optimizer is given
+        assert run.optimizer.state_dict() == state
+        for name, value in run.model.state_dict().items():
+            assert torch.equal(value, values[name]), name
+    assert type(optimizer) is torch.optim.AdamW, "the one that was left is as it was"
+    assert_close("loss", run.step(), expected)
+    run.step(data()[:1])
+    with pytest.raises(OptionError, match="has run"):
+        protrain_compile.prepare(run.model, run.optimizer, device="cpu")
+
+    again = Run(needed() - MIB)
+    with pytest.raises(BudgetError):
+        again.compiled(data())
+    again.step(data()[:1])
+
+
+@pytest.mark.parametrize("door", ["prepare", "options"])
+def test_a_plan_by_hand_is_held_to_a_budget_that_was_set(door: str) -> None:
+    keep, budget = Plan.uniform("keep", "persistent"), resident_peak() - MIB
+    if door == "prepare":
+        run = Run(budget, plan=keep)
+    else:
+        run = Run(None)
+        run.compiled = compile_model(run.model, memory_budget=budget, plan=keep)
+    with pytest.raises(BudgetError, match="the plan that was given") as caught:
+        run.compiled(data())
+    assert caught.value.needed_bytes == resident_peak()
+    run.step(data()[:1])
 
 
 def test_the_smaller_budget_counts() -> None:

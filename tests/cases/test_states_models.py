@@ -512,6 +512,6 @@ def test_optimizer_and_model_must_belong_together() -> None:
     with pytest.raises(OptionError, match="compiled already"):
         protrain_compile.prepare(torch.compile(model), adamw(model))
     prepared_model, optimizer = protrain_compile.prepare(model, adamw(model))
-    with pytest.raises(OptionError, match="prepared already"):
-        protrain_compile.prepare(prepared_model, optimizer)
     assert prepared_model is model
+    with pytest.raises(OptionError, match="prepared already"):
+        protrain_compile.prepare(Stack(), optimizer)

@@ -13,6 +13,7 @@ from support.made_shapes import MB, Stack, prefix
 
 from passes.pack_chunks import pack_chunks
 from protrain_compile import Plan, PlanError
+from protrain_compile.byte_text import format_size
 from protrain_compile.chunks import ChunkLayout, ParameterSpec, Residency
 from protrain_compile.cost_model import simulate
 from protrain_compile.errors import BudgetError, VerifierError
@@ -30,6 +31,7 @@ from protrain_compile.planner import (
     is_decided,
     verify_fit,
 )
+from protrain_compile.profile import Profile
 from protrain_compile.shards import Sharding, World
 from protrain_compile.solver import Solution
 
@@ -212,3 +214,70 @@ def test_every_search_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protrain_compile.planner.search", careless)
     with pytest.raises(VerifierError, match="after search: the simulated peak"):
         decide(shape, Budgets(1), None, lambda: profile, lambda: profile)
+
+
+class Deciding:
+    """``decide`` for a made-up model; counts how often the device was asked."""
+
+    def __init__(self) -> None:
+        self.stack = Stack(blocks=4)
+        self.shape = self.stack.shape()
+        self.measured = 0
+
+    def measure(self) -> Profile:
+        self.measured += 1
+        return self.stack.profile()
+
+    def decide(self, budget_mb: float | None, given: Plan | None = None, *, are_given: bool = False) -> Decision:
+        budgets = Budgets(None if budget_mb is None else int(budget_mb * MB), are_given=are_given)
+        return decide(self.shape, budgets, given, self.stack.profile, self.measure)
+
+    @property
+    def resident_mb(self) -> float:
+        found = self.decide(10**6).prediction
+        assert found is not None
+        return found.peak_bytes / MB
+
+
+def is_resident(plan: Plan) -> bool:
+    return set(plan.policies or ()) == {"keep"} and set(plan.residency or ()) == {"persistent"}
+
+
+def test_what_fits_by_far_stays_and_nothing_is_measured() -> None:
+    case = Deciding()
+    for budget in (None, 1.4 * case.resident_mb):
+        assert is_resident(case.decide(budget).plan)
+    assert case.measured == 0
+    assert is_resident(case.decide(1.01 * case.resident_mb).plan)
+    assert case.measured == 1, "near the budget an estimate is not believed"
+
+
+def test_what_does_not_fit_moves() -> None:
+    case = Deciding()
+    found = case.decide(0.5 * case.resident_mb)
+    assert case.measured == 1
+    assert "offloaded" in (found.plan.residency or ())
+    assert found.prediction is not None
+    assert found.prediction.peak_bytes <= 0.5 * case.resident_mb * MB
+
+
+def test_a_whole_plan_is_followed_up_to_a_budget_that_was_set() -> None:
+    case = Deciding()
+    given = Plan.uniform("keep", "persistent")
+    for budget, are_given in ((None, False), (0.5 * case.resident_mb, False), (case.resident_mb + 1, True)):
+        assert is_resident(case.decide(budget, given, are_given=are_given).plan)
+    with pytest.raises(BudgetError, match="the plan that was given") as caught:
+        case.decide(case.resident_mb - 1, given, are_given=True)
+    assert caught.value.needed_bytes == pytest.approx(case.resident_mb * MB)
+    for size in (case.resident_mb - 1, case.resident_mb):
+        assert format_size(int(size * MB)) in str(caught.value)
+
+
+def test_a_budget_that_is_too_small() -> None:
+    case = Deciding()
+    with pytest.raises(BudgetError, match="the smallest that works is") as caught:
+        case.decide(10)
+    needed = caught.value.needed_bytes
+    found = case.decide(needed / MB)
+    assert found.prediction is not None
+    assert found.prediction.peak_bytes == needed
