@@ -15,7 +15,7 @@ value that shares its memory with one in K joins K, as keeping it costs nothing.
 
 Attention that is written out (products of activations alone, softmax between) has no kernel to recognise it by. Its
 scores are larger than both of their factors, and fused kernels make them again in their backward as well; so that
-product is not expensive, while the one that reduces scores to values is.
+product is never expensive, while the one that reduces scores to values stands for attention.
 
 Operations that are not PyTorch's own are expensive under both of the finer policies: a kernel is written by hand where
 it takes time. ``recompute_products`` keeps fewer values than ``recompute_pointwise``, and never others.
@@ -30,7 +30,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from passes.node_facts import HEAVY_NAMES, is_heavy, never_recompute, op_name, reach
+from passes.node_facts import HEAVY_NAMES, is_heavy, is_view, never_recompute, op_name, reach
 from protrain_compile.program import fake_value, is_symbol
 from protrain_compile.roles import RecomputeRole
 from protrain_compile.sizes import hint, storage_key
@@ -50,18 +50,31 @@ def unrepeatable_results(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
+def viewed_whole(node: fx.Node) -> fx.Node:
+    """Return the computed value that ``node`` is a view of, all its elements in some order; itself if it is none."""
+    while is_view(node) and len(node.all_input_nodes) == 1:
+        source = node.all_input_nodes[0]
+        if source.op != "call_function" or _elements(source) != _elements(node):
+            break
+        node = source
+    return node
+
+
 def finer_policies(from_parameters: Collection[fx.Node]) -> dict[RecomputeRole, Expensive]:
     """Return, for each policy between keep and recompute, what is expensive; the one that keeps least first.
 
     Args:
         from_parameters: The nodes of the forward that are parameters, or views or casts of them.
     """
+    parameters = frozenset(from_parameters)
 
     def pointwise(node: fx.Node) -> bool:
-        return _is_foreign(node) or (is_heavy(node) and not _makes_scores(node, from_parameters))
+        makes_scores = not parameters.intersection(node.all_input_nodes) and _makes_scores(node)
+        return _is_foreign(node) or (is_heavy(node) and not makes_scores)
 
     def products(node: fx.Node) -> bool:
-        return _is_foreign(node) or "attention" in op_name(node)
+        ends_attention = _multiplies(node) and not parameters.intersection(node.all_input_nodes)
+        return _is_foreign(node) or "attention" in op_name(node) or (ends_attention and not _makes_scores(node))
 
     return {"recompute_products": products, "recompute_pointwise": pointwise}
 
@@ -127,12 +140,13 @@ def _is_foreign(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator)
 
 
-def _makes_scores(node: fx.Node, from_parameters: Collection[fx.Node]) -> bool:
-    """Whether a node is a product of activations that is larger than its factors together."""
-    factors = node.all_input_nodes
-    if op_name(node) not in HEAVY_NAMES or any(each in from_parameters for each in factors):
-        return False
-    return _elements(node) > sum(map(_elements, factors))
+def _multiplies(node: fx.Node) -> bool:
+    return node.op == "call_function" and op_name(node) in HEAVY_NAMES
+
+
+def _makes_scores(node: fx.Node) -> bool:
+    """Whether a node is a product that is larger than its factors together."""
+    return _multiplies(node) and _elements(node) > sum(map(_elements, node.all_input_nodes))
 
 
 def _elements(node: fx.Node) -> int:

@@ -8,6 +8,7 @@
 
 All policies share this one backward. Saved values that are parameters, or views and casts of parameters, are no saved
 values at all: the backward makes them again from the parameter, so that nothing but the chunk keeps a parameter alive.
+Of a view of all of a value that value is saved, and the backward views it: other saved values may be had from it.
 Results of random draws, effects and routing decisions are *pinned*: saved under every policy. There is one recompute
 for each policy that recomputes, unless two keep the same values: see ``cut_recompute``.
 """
@@ -16,12 +17,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import fx
 
-from passes.cut_recompute import extract, finer_policies, kept_values, reached, unrepeatable_results
+from passes.cut_recompute import extract, finer_policies, kept_values, reached, unrepeatable_results, viewed_whole
 from passes.node_facts import free_symbols, is_parameter_cast, is_view, never_recompute, reach
 from protrain_compile import compat
 from protrain_compile.program import Parts, Program, Recompute, Ref, Template, fake_value, is_symbol
@@ -128,7 +129,10 @@ class _Split:
         self.outputs, kept = results[: template.num_outputs], results[template.num_outputs :]
         from_parameters = self._computed_from_parameters()
         _rebuild_in_backward(backward, [n for n in kept if n.op != "placeholder" and n in from_parameters])
-        self.saved = [node for node in kept if node.op != "placeholder" and node not in from_parameters]
+        saved = [node for node in kept if node.op != "placeholder" and node not in from_parameters]
+        viewed = {node: viewed_whole(node) for node in saved}
+        self.saved = list(dict.fromkeys(viewed.values()))
+        _rebuild_in_backward(backward, [n for n, source in viewed.items() if n is not source], self.saved)
         self.finer = finer_policies(from_parameters) if finer else {}
 
     def parts(self) -> Parts:
@@ -214,8 +218,8 @@ class _Split:
         return tuple(refs)
 
 
-def _rebuild_in_backward(backward: fx.GraphModule, kept: list[fx.Node]) -> None:
-    """Replace each kept view or cast of a parameter by the same computation on the parameter."""
+def _rebuild_in_backward(backward: fx.GraphModule, kept: list[fx.Node], given: Sequence[fx.Node] = ()) -> None:
+    """Replace each kept value by the same computation on inputs (its views and casts of parameters) or ``given``."""
     placeholders = {str(node.target): node for node in backward.graph.find_nodes(op="placeholder")}
     first = next(node for node in backward.graph.nodes if node.op != "placeholder")
     copies: dict[fx.Node, fx.Node] = {}
@@ -223,9 +227,10 @@ def _rebuild_in_backward(backward: fx.GraphModule, kept: list[fx.Node]) -> None:
     def build(node: fx.Node) -> fx.Node:
         if node in copies:
             return copies[node]
-        if node.op == "placeholder" and node.name in placeholders:
+        is_given = node.op == "placeholder" or node in given
+        if is_given and node.name in placeholders:
             copies[node] = placeholders[node.name]
-        elif node.op == "placeholder":
+        elif is_given:
             with backward.graph.inserting_before(next(iter(backward.graph.nodes))):
                 copies[node] = backward.graph.placeholder(node.name)
             copies[node].meta = copy.copy(node.meta)

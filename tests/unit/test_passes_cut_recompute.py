@@ -12,7 +12,7 @@ from support.models import GPT, Llama, tokens
 from torch import fx, nn
 
 from passes import structure_pipeline
-from passes.cut_recompute import finer_policies, kept_values
+from passes.cut_recompute import finer_policies, kept_values, viewed_whole
 from passes.node_facts import is_heavy, op_name
 from protrain_compile.program import Parts, fake_value, results_of
 from protrain_compile.sizes import size_bytes
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def block_parts(model: nn.Module, *, inductor: bool) -> Parts:
-    program = capture(model, tokens())
+    program = capture(model, tokens(length=33))
     structure_pipeline(inductor=inductor, inductor_draws=inductor).run(program)
     parts = program.templates[program.template_of[1]].parts
     assert parts is not None
@@ -58,15 +58,20 @@ def test_a_llama_block(inductor: bool) -> None:
 
 @pytest.mark.parametrize("inductor", [False, True])
 def test_a_gpt2_block_with_dropout(inductor: bool) -> None:
-    """Attention with dropout is written out here: only products are a reason to keep more."""
+    """Attention with dropout is written out here: scores are made again, what they weigh is kept."""
     parts = block_parts(GPT(2, dropout=0.2, tied=False), inductor=inductor)
-    assert parts.recompute_of["recompute_products"] == "recompute"
+    assert heavy(parts, "recompute").count("bmm") == 2
+    assert heavy(parts, "recompute_products").count("bmm") == 1
     assert not {"addmm", "mm"} & set(heavy(parts, "recompute_pointwise"))
     graph = parts.recomputes["recompute_pointwise"].graph.graph
     draws = {op_name(node) for node in graph.nodes if node.op == "call_function" and "rand" in op_name(node)}
     assert draws == ({"inductor_random"} if inductor else set())
     assert not parts.pinned & set(parts.recomputes["recompute_pointwise"].results)
     assert bool(parts.pinned) != inductor
+    saved = results_of(parts.forward)[parts.num_outputs :]
+    weights = {i for i, node in enumerate(saved) if fake_value(node).shape[1:] == (4, 32, 32)}
+    assert weights
+    assert weights <= parts.pinned | set(parts.recomputes["recompute_pointwise"].results)
 
 
 def kept(graph: Graph, saved: list[fx.Node], policy: Any, given: tuple[fx.Node, ...] = ()) -> list[str]:
@@ -106,7 +111,7 @@ def test_scores_are_made_again_and_what_they_weigh_is_kept() -> None:
     weights = graph.call(aten.softmax.int, scores, -1)
     out = graph.call(aten.bmm.default, weights, v)
     assert kept(graph, [weights, out], "recompute_pointwise") == [out.name]
-    assert kept(graph, [weights, out], "recompute_products") == []
+    assert kept(graph, [weights, out], "recompute_products") == [out.name]
 
 
 def test_a_product_with_a_parameter_is_kept_however_large() -> None:
@@ -136,3 +141,16 @@ def test_kernels_of_others_are_not_run_again() -> None:
     later = graph.call(aten.sin.default, items[0])
     for policy in ("recompute_products", "recompute_pointwise"):
         assert kept(graph, [*items, later], policy) == [item.name for item in items]
+
+
+def test_a_view_of_a_whole_value_is_had_from_that_value() -> None:
+    graph = Graph()
+    x = graph.input("x", 4, 6)
+    whole = graph.call(aten.sin.default, x)
+    turned = graph.call(aten.view.default, graph.call(aten.t.default, whole), [3, 2, 4])
+    part = graph.call(aten.select.int, whole, 0, 1)
+    assert viewed_whole(turned) is whole
+    assert viewed_whole(whole) is whole
+    assert viewed_whole(part) is part
+    of_input = graph.call(aten.t.default, x)
+    assert viewed_whole(of_input) is of_input
