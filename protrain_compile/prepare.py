@@ -72,6 +72,9 @@ def prepare(
     With several ranks this is a collective call, as are reading a parameter, a gradient or an optimizer state: every
     rank does it, and each gets the whole. All ranks start from rank 0's parameters and buffers, as with DDP.
 
+    Where the first call plans for a CUDA device it may profile the model, which begins PyTorch's peak statistics anew:
+    ``torch.cuda.max_memory_allocated()`` then counts from the first call on.
+
     A model that was prepared and has not run yet (its first call was refused with a BudgetError, say) is prepared
     anew, with this or another optimizer over its parameters.
 

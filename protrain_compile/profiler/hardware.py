@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from protrain_compile.byte_text import format_size
 from protrain_compile.profile import Format, HardwareProfile, HostUpdateRate, LinkRate
 from protrain_compile.profiler.link import CpuLink, CudaLink, Link, measure_link
 from protrain_compile.profiler.meter import Meter, make_meter, time_call
@@ -39,6 +40,7 @@ from protrain_compile.profiler.update_rates import (
     segments_of,
     thread_counts,
 )
+from protrain_compile.runtime.device_budget import DeviceMemoryError, Usage
 from protrain_compile.runtime.host_budget import cgroup_folders, read_text
 from protrain_compile.runtime.host_memory import HostMemory
 from protrain_compile.updates.host import make_host_updater
@@ -64,6 +66,21 @@ class Sizes:
     launches: int
     heat_ms: float
 
+    @property
+    def device_bytes(self) -> int:
+        """About the most device memory that is taken at once: a product's factors in two types, or an update's."""
+        return max(12 * self.product**2, 2 * self.copy_bytes, self.array_bytes, 20 * self.parameters)
+
+    def halved(self) -> Sizes:
+        """Return sizes that take half as much or less."""
+        return dataclasses.replace(
+            self,
+            product=self.product // 2,
+            copy_bytes=self.copy_bytes // 2,
+            array_bytes=self.array_bytes // 2,
+            parameters=self.parameters // 2,
+        )
+
 
 LARGE = Sizes(product=8192, copy_bytes=128 << 20, array_bytes=1 << 30, parameters=1 << 25, launches=500, heat_ms=500.0)
 SMALL = Sizes(product=128, copy_bytes=1 << 20, array_bytes=1 << 20, parameters=1 << 16, launches=50, heat_ms=0.0)
@@ -77,9 +94,43 @@ def measure_hardware(device: torch.device, sizes: Sizes | None = None) -> Hardwa
 
     Args:
         device: A CUDA device (with its index, if not the current one), or the CPU.
-        sizes: How much data is used; by default large on a CUDA device and small on the CPU.
+        sizes: How much data is used; by default small on the CPU, and on a CUDA device large, but at most half of what
+            is free. Where memory runs out all the same, half as much is tried, and so on.
+
+    Raises:
+        DeviceMemoryError: If the device has no room for even the smallest sizes.
     """
-    sizes = sizes or (LARGE if device.type == "cuda" else SMALL)
+    while True:
+        free = _free_bytes(device) if device.type == "cuda" else None
+        sizes = sizes or (SMALL if free is None else fitting(LARGE, free))
+        try:
+            return _measure(device, sizes)
+        except torch.OutOfMemoryError as error:
+            if sizes.device_bytes <= SMALL.device_bytes:
+                room = "no room" if free is None else f"{format_size(free)} free"
+                raise DeviceMemoryError(
+                    f"{device} has {room}, too little to measure what the machine can do "
+                    f"({format_size(sizes.device_bytes)}): free some, or profile the machine once without other work "
+                    "(protrain profile --hardware-only)"
+                ) from error
+        sizes = sizes.halved()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _free_bytes(device: torch.device) -> int:
+    usage = Usage.now(device)
+    return usage.available_bytes - usage.allocated_bytes
+
+
+def fitting(sizes: Sizes, free_bytes: int) -> Sizes:
+    """Return ``sizes``, halved until they take at most half of what is free, or are small."""
+    while 2 * sizes.device_bytes > free_bytes and sizes.device_bytes > SMALL.device_bytes:
+        sizes = sizes.halved()
+    return sizes
+
+
+def _measure(device: torch.device, sizes: Sizes) -> HardwareProfile:
     with measuring(device):
         meter = make_meter(device)
         h2d, d2h, host_updates = _measure_host(device, sizes)

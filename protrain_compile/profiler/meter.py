@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from protrain_compile.byte_text import format_size
+
+log = logging.getLogger("protrain_compile.profiler")
 
 Call = Callable[[], Any]
 
@@ -166,6 +171,7 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._told = False
 
     def stopwatch(self) -> Stopwatch:
         """See :meth:`Meter.stopwatch`."""
@@ -181,9 +187,18 @@ class CudaMeter:
         return torch.cuda.memory_allocated(self.device)
 
     def peak_bytes(self, call: Call) -> tuple[Any, int | None]:
-        """See :meth:`Meter.peak_bytes`."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+        """See :meth:`Meter.peak_bytes`.
+
+        The allocator counts one peak for all: where one before was higher, it has to begin anew.
+        """
+        before, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        if peak > before:
+            if not self._told:
+                log.info(
+                    "profiling begins the peak statistics of %s anew; they were at %s", self.device, format_size(peak)
+                )
+            self._told = True
+            torch.cuda.reset_peak_memory_stats(self.device)
         result = call()
         return result, torch.cuda.max_memory_allocated(self.device) - before
 

@@ -8,9 +8,10 @@ import torch
 
 from protrain_compile.profile import HardwareProfile
 from protrain_compile.profiler import hardware
-from protrain_compile.profiler.hardware import Sizes, host_bytes, measure_hardware
+from protrain_compile.profiler.hardware import LARGE, SMALL, Sizes, fitting, host_bytes, measure_hardware
 from protrain_compile.profiler.link import UPDATES, CpuLink, Rates, measure_link, repeated
 from protrain_compile.profiler.update_rates import FORMATS, host_arrays, segments_of, thread_counts
+from protrain_compile.runtime.device_budget import DeviceMemoryError
 from protrain_compile.runtime.host_memory import HostMemory
 
 CPU = torch.device("cpu")
@@ -101,3 +102,35 @@ def test_a_control_group_bounds_host_memory(monkeypatch: pytest.MonkeyPatch, tmp
     assert host_bytes() == physical
     (tmp_path / "memory.max").write_text("4096\n")
     assert host_bytes() == 4096
+
+
+def test_sizes_are_what_the_device_has_room_for() -> None:
+    assert fitting(LARGE, 4 * LARGE.device_bytes) == LARGE
+    less = fitting(LARGE, LARGE.device_bytes)
+    assert less != LARGE
+    assert 2 * less.device_bytes <= LARGE.device_bytes
+    assert fitting(LARGE, 0).device_bytes <= SMALL.device_bytes
+
+
+def test_less_is_measured_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Sizes] = []
+    measure = hardware._measure
+
+    def short(device: torch.device, sizes: Sizes) -> HardwareProfile:
+        tried.append(sizes)
+        if len(tried) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(device, TINY)
+
+    monkeypatch.setattr(hardware, "_measure", short)
+    assert measure_hardware(CPU, LARGE).cores > 0
+    assert tried == [LARGE, LARGE.halved(), LARGE.halved().halved()]
+
+
+def test_no_room_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device, sizes: Sizes) -> HardwareProfile:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(hardware, "_measure", fail)
+    with pytest.raises(DeviceMemoryError, match="too little to measure"):
+        measure_hardware(CPU, LARGE)

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 
 from protrain_compile.profiler import meter
-from protrain_compile.profiler.meter import BUDGET_MS, MOST_HEATING, RUNS, WARM_UPS, CpuMeter, make_meter, time_call
+from protrain_compile.profiler.meter import (
+    BUDGET_MS,
+    MOST_HEATING,
+    RUNS,
+    WARM_UPS,
+    CpuMeter,
+    CudaMeter,
+    make_meter,
+    time_call,
+)
 
 
 class Counted(CpuMeter):
@@ -78,3 +88,34 @@ def test_a_stopwatch_returns_what_the_call_returns() -> None:
     laps = watch.laps_ms()
     assert len(laps) == 2
     assert min(laps) >= 0
+
+
+class FakeStatistics:
+    """The allocator's counters, in place of torch.cuda's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, now: int, peak: int) -> None:
+        self.now, self.peak, self.resets = now, peak, 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: self.now)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+
+    def reset(self, _: torch.device) -> None:
+        self.resets += 1
+        self.peak = self.now
+
+    def use(self, size_bytes: int) -> str:
+        self.peak = max(self.peak, self.now + size_bytes)
+        return "result"
+
+
+@pytest.mark.parametrize(("peak", "resets"), [(100, 0), (900, 1)])
+def test_peak_statistics_begin_anew_only_where_they_hide_a_peak_and_say_so(
+    peak: int, resets: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = FakeStatistics(monkeypatch, 100, peak)
+    cuda = CudaMeter(torch.device("cuda"))
+    with caplog.at_level(logging.INFO, "protrain_compile.profiler"):
+        assert cuda.peak_bytes(lambda: found.use(50)) == ("result", 50)
+        assert found.resets == resets
+        assert cuda.peak_bytes(lambda: found.use(30)) == ("result", 30)
+    assert ["begins the peak statistics" in record.getMessage() for record in caplog.records] == [True]
