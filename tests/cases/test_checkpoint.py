@@ -111,6 +111,6 @@ def test_with_dropout() -> None:
     compiled = compile_model(model)
     keep = run_step(compiled, step, owner=model)
     assert_same(keep, run_step(torch.compile(plain, backend="aot_eager_decomp_partition"), step, owner=plain))
-    for policy in ("recompute", "swap"):
+    for policy in ("recompute_pointwise", "recompute_products", "recompute", "swap"):
         protrain_compile.schedule(compiled).use(Plan.uniform(policy))
         assert_bitwise(run_step(compiled, step, owner=model), keep)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import light
-from support.compare import alternating, compile_model, turns
+from support.compare import alternating, compile_model, finer, turns
 from support.memory import watching_swaps
 from support.models import GPT, Llama, tokens
 from torch import Tensor, fx, nn
@@ -99,7 +99,8 @@ def test_every_operation_of_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -
     compiled(batch).backward()
     watch = Watch(monkeypatch, [*model.parameters(), *model.buffers(), batch])
     (part,) = protrain_compile.schedule(compiled).parts
-    for plan in (Plan.uniform(), Plan.uniform("recompute"), alternating(3), Plan.uniform("swap"), turns(3)):
+    mixed = (alternating(3), turns(3), finer(3))
+    for plan in (Plan.uniform(), Plan.uniform("recompute"), Plan.uniform("swap"), *mixed):
         protrain_compile.schedule(compiled).use(plan)
         (part,) = protrain_compile.schedule(compiled).parts
         model.zero_grad()

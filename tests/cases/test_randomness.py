@@ -93,7 +93,7 @@ class Masks(nn.Module):
 def test_mask_of_the_backward_is_the_mask_of_the_forward(mode: str) -> None:
     model, direction = Masks(), torch.randn(8, 8)
     compiled = compile_model(model, compile=mode)
-    for policy in ("keep", "recompute", "swap"):
+    for policy in ("keep", "recompute_pointwise", "recompute_products", "recompute", "swap"):
         if policy != "keep":
             protrain_compile.schedule(compiled).use(Plan.uniform(policy))
         model.zero_grad()
