@@ -109,6 +109,24 @@ def search(
     return best
 
 
+def fits(
+    shape: StepShape,
+    profile: Profile,
+    *,
+    device_bytes: int | None,
+    host_bytes: int | None,
+    given: Plan | None = None,
+) -> bool:
+    """Return whether ``search`` finds a plan, which takes far less than to find the best; see there for arguments."""
+    device = math.inf if device_bytes is None else device_bytes
+    host = math.inf if host_bytes is None else host_bytes
+    for each in [divided(shape, sharding) for sharding in sharding_choices(shape, given)] or [shape]:
+        rows = PlanRows(PlanSpace(each, profile, given), TimeBounds(each, profile, rates_of(each, profile)))
+        if any(rows.groups(pattern, device, host) for pattern in reversed(rows.patterns)):
+            return True
+    return False
+
+
 def _least(errors: Sequence[BudgetError | PlanError]) -> BudgetError | PlanError:
     """Return the refusal that asks for least, of those that lack what the last one lacks."""
     budgets = [error for error in errors if isinstance(error, BudgetError)]

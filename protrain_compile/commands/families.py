@@ -31,6 +31,11 @@ class Family:
     fields: tuple[str, ...]
     sizes: tuple[tuple[int, ...], ...]
 
+    def parameters(self, index: int) -> float:
+        """Return about how many parameters one size has, as its name says."""
+        name = self.names[index]
+        return float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
+
     def member(self, index: int, seq: int) -> ModelSource:
         """Return one size, for sequences of up to ``seq`` tokens."""
         own = ",".join(f"{name}={value}" for name, value in zip(self.fields, self.sizes[index], strict=True))

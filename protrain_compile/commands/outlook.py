@@ -25,8 +25,11 @@ from protrain_compile.profiler.estimate import estimate_profile
 from protrain_compile.runtime.host_budget import HostBudget
 from protrain_compile.shape_reader import step_shape
 from protrain_compile.shards import ALONE, World
-from protrain_compile.solver import STAY_SHARE, Solution, search
-from protrain_compile.step_shape import StepShape
+from protrain_compile.solver import STAY_SHARE, Solution, fits, search
+from protrain_compile.step_shape import Life, StepShape
+
+SIZES = ("size_bytes", "block_bytes", "segment_bytes", "swapped_bytes")
+"""What a life takes, in its units."""
 
 LARGEST_BATCH = 1 << 20
 """Where looking for a larger batch ends."""
@@ -117,15 +120,16 @@ class Step:
     def fits(self, machine: Machine) -> bool:
         """Whether there is a plan: if none divides everything among the most, none does."""
         world = machine.worlds[0]
-        try:
-            self._search(machine, world, None if world.size == 1 else Plan(uniform_sharding="parameters"))
-        except BudgetError:
-            return False
-        return True
+        given = None if world.size == 1 else Plan(uniform_sharding="parameters")
+        shape, profile = self._in(machine, world)
+        return fits(shape, profile, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, given=given)
+
+    def _in(self, machine: Machine, world: World) -> tuple[StepShape, Profile]:
+        shape = dataclasses.replace(self.shape, world=world)
+        return shape, dataclasses.replace(self.profile, hardware=machine.hardware)
 
     def _search(self, machine: Machine, world: World, given: Plan | None) -> Solution:
-        shape = dataclasses.replace(self.shape, world=world)
-        profile = dataclasses.replace(self.profile, hardware=machine.hardware)
+        shape, profile = self._in(machine, world)
         return search(shape, profile, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, given=given)
 
 
@@ -178,11 +182,11 @@ def largest_batch(workload: Workload, step: Step, machine: Machine) -> int | Non
     first = step if batch == workload.batch else sized(batch)
     second = sized(2 * batch)
 
-    def fits(rows: int) -> bool:
+    def does_fit(rows: int) -> bool:
         return between(first, second, (rows - batch) / batch).fits(machine)
 
     try:
-        return largest(fits, batch, LARGEST_BATCH)
+        return largest(does_fit, batch, LARGEST_BATCH)
     except NotAlikeError:
         return None
 
@@ -209,8 +213,19 @@ def between(first: Step, second: Step, share: float) -> Step:
     Raises:
         NotAlikeError: If the steps differ in more than bytes and times.
     """
-    shape = _mixed(first.shape, second.shape, share)
+    shape = _mixed(_alike(first.shape), _alike(second.shape), share)
     return dataclasses.replace(first, shape=shape, profile=_mixed(first.profile, second.profile, share))
+
+
+def _alike(shape: StepShape) -> StepShape:
+    """Return a shape whose lives do not tell whether they would be staged: that changes with their size."""
+    found: dict[Life, Life] = {}
+    nothing: dict[str, Any] = dict.fromkeys(SIZES, 0)
+    for life in shape.lives:
+        key = dataclasses.replace(life, **nothing, staged=False)
+        sums: dict[str, Any] = {name: getattr(life, name) + getattr(found.get(key, key), name) for name in SIZES}
+        found[key] = dataclasses.replace(key, **sums)
+    return dataclasses.replace(shape, lives=tuple(found.values()))
 
 
 def _mixed(first: Any, second: Any, share: float, name: str = "") -> Any:

@@ -34,6 +34,12 @@ time of a step, and the bytes of device and host by kind. MODEL is a Hugging Fac
 architecture with sizes (llama:hidden_size=3200,num_hidden_layers=26), or module:function, which returns a model or a
 model and its inputs. Times are estimated from the machine's rates."""
 
+LEAST_BYTES = 11
+"""Bytes of a parameter with its states, which no plan does without: 12, for names of models that are rounded."""
+
+USUAL_BYTES = 16
+"""With its gradient and the model's activations, as a first guess."""
+
 
 def add(commands: Any) -> None:
     """Add the command."""
@@ -121,13 +127,18 @@ class Outlook:
 def _run_largest(parsed: argparse.Namespace, machine: Machine) -> int:
     found = family(parsed.largest)
     steps: dict[int, tuple[Workload, Step]] = {}
+    room = (machine.device_bytes + machine.host_bytes) * machine.worlds[0].size
+    counts = range(1, len(found.names) + 1)
 
     def fits(count: int) -> bool:
+        if count > 1 and found.parameters(count - 1) * LEAST_BYTES > room:
+            return False
         workload = Workload(found.member(count - 1, parsed.seq), parsed.batch, parsed.seq, DTYPES.get(parsed.dtype))
         steps[count] = workload, step_of(workload, machine.hardware, machine.worlds[0].size)
         return steps[count][1].fits(machine)
 
-    count = max(1, largest(fits, (len(found.names) + 1) // 2, len(found.names)))
+    start = max((count for count in counts if found.parameters(count - 1) * USUAL_BYTES <= room), default=1)
+    count = max(1, largest(fits, start, len(found.names)))
     return _show(parsed, Outlook.of(*steps[count], machine))
 
 

@@ -89,6 +89,8 @@ GOLDEN: dict[str, Callable[[], str]] = {
     "finer.txt": lambda: printed("rwwk"),
     "inference.txt": lambda: printed("kkkk", inference=True),
     "plan.json": plan_json,
+    "plan_budget.txt": lambda: planned("--memory-budget", "1.5GiB"),
+    "plan_refused.txt": lambda: planned("--memory-budget", "800MiB"),
     "plan_ranks.txt": lambda: planned("--ranks", "8"),
 }
 """What each file holds."""

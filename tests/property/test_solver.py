@@ -22,7 +22,7 @@ from protrain_compile.plan_space import PlanSpace, swap_interval
 from protrain_compile.profile import Profile
 from protrain_compile.rank_shape import divided, sharding_choices
 from protrain_compile.shards import World
-from protrain_compile.solver import STAY_SHARE, Key, search, time_cell
+from protrain_compile.solver import STAY_SHARE, Key, fits, search, time_cell
 from protrain_compile.step_shape import CallShape, StepShape
 from protrain_compile.time_bounds import TimeBounds
 
@@ -134,6 +134,8 @@ def test_the_smallest_budget_is_exact(seed: int) -> None:
         search(shape, profile, device_bytes=MB, host_bytes=None)
     needed = caught.value.needed_bytes
     assert needed == min(key[1] for key, *_ in everything(shape, profile))
+    assert fits(shape, profile, device_bytes=needed, host_bytes=None)
+    assert not fits(shape, profile, device_bytes=needed - 1, host_bytes=None)
     assert search(shape, profile, device_bytes=needed, host_bytes=None).prediction.peak_bytes == needed
     with pytest.raises(BudgetError, match="smallest that works") as caught:
         search(shape, profile, device_bytes=needed - 1, host_bytes=None)
@@ -215,6 +217,8 @@ def test_the_host_budget_is_named() -> None:
     assert caught.value.budget == "host_memory_budget"
     needed = caught.value.needed_bytes
     assert search(shape, profile, device_bytes=device, host_bytes=needed).prediction.host_bytes == needed
+    assert fits(shape, profile, device_bytes=device, host_bytes=needed)
+    assert not fits(shape, profile, device_bytes=device, host_bytes=needed - 1)
     with pytest.raises(BudgetError, match="or memory_budget to"):
         search(shape, profile, device_bytes=device, host_bytes=needed - 1)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from support.made_shapes import MB, Stack
 
 from protrain_compile import cli
+from protrain_compile.chunks import ChunkLayout
 from protrain_compile.commands import plan
 from protrain_compile.commands.families import FAMILIES, family
-from protrain_compile.commands.outlook import NotAlikeError, _mixed, largest
+from protrain_compile.commands.outlook import NotAlikeError, Step, _mixed, between, largest
 from protrain_compile.errors import OptionError
 from protrain_compile.links import Links
 
@@ -137,3 +140,24 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tokens/s" in lines[2]
     assert lines[6].split() == ["bytes", "device", "host"]
     assert lines[-1].startswith("total")
+
+
+def test_steps_are_alike_though_larger_values_would_be_staged() -> None:
+    """A value is staged below some size: of two batches, perhaps in one alone."""
+    stack = Stack(blocks=3)
+    small, large = (dataclasses.replace(stack, saved_mb=mb, finer=()) for mb in (10, 30))
+    staged = tuple(dataclasses.replace(life, staged=life.birth == "forward") for life in small.shape().lives)
+    layout = ChunkLayout((), (), ())
+    first = Step(dataclasses.replace(small.shape(), lives=staged), stack.profile(), layout)
+    second = Step(large.shape(), stack.profile(), layout)
+    middle = between(first, second, 0.5).shape
+    sizes = {life.size_bytes for life in middle.lives if life.birth == "forward" and life.forward_until < 0}
+    assert sizes == {20 * MB}
+
+
+@pytest.mark.parametrize(("family_name", "sizes"), [("gpt2", (124e6, 175e9)), ("llama", (1e9, 405e9))])
+def test_names_of_a_family_tell_their_sizes(family_name: str, sizes: tuple[float, float]) -> None:
+    found = family(family_name)
+    counts = [found.parameters(index) for index in range(len(found.names))]
+    assert (counts[0], counts[-1]) == sizes
+    assert counts == sorted(counts)
