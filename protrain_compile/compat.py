@@ -224,6 +224,15 @@ def fresh_tracing(fake_mode: FakeTensorMode | None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Run operations for real and unseen, whatever modes in Python are active."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
 def random_falls_back() -> bool:
     """Whether the user asked Inductor to draw random numbers as eager does."""
     return bool(inductor_config.fallback_random)

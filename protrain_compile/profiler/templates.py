@@ -89,10 +89,13 @@ def template_device(template: Template) -> torch.device:
 
 @contextlib.contextmanager
 def measuring(device: torch.device) -> Iterator[None]:
-    """Run real operations without autograd, wherever called; leave random states and allocator as they were."""
+    """Run real operations without autograd, wherever called; leave random states and allocator as they were.
+
+    During a first call AOTAutograd watches every operation through a mode in Python, which takes longer than a launch.
+    """
     cuda = device.type == "cuda"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compat.unset_fake_temporarily())
+        stack.enter_context(compat.without_dispatch_modes())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng([device] if cuda else []))
         if cuda:

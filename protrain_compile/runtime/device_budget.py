@@ -27,6 +27,10 @@ RESERVE_SHARE = 0.03
 """Left of what there is. Chosen, not measured: a prediction this much too low still fits."""
 
 
+LOOP_BYTES = 4 << 20
+"""What a training loop holds beside the step: the next batch, losses. A GPT-2's peak was 2 MiB above its prediction."""
+
+
 class DeviceMemoryError(ProtrainError, torch.OutOfMemoryError):
     """A step found less device memory than it was planned for."""
 
@@ -126,7 +130,8 @@ def measure_budget(
         return DeviceBudget(memory_budget, coming_bytes)
     compat.use_expandable_segments()
     _load_libraries(device)
-    return budget_of(Usage.now(device), memory_budget, held_bytes, coming_bytes)
+    budget = budget_of(Usage.now(device), memory_budget, held_bytes, coming_bytes)
+    return dataclasses.replace(budget, other_bytes=budget.other_bytes + LOOP_BYTES)
 
 
 def budget_of(usage: Usage, memory_budget: int | None, held_bytes: int, coming_bytes: int = 0) -> DeviceBudget:

@@ -11,6 +11,7 @@ from support.counting import CountingMeter
 from support.light import GPT
 from support.models import tokens
 from support.profiles import machine
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_compile.artefacts import ArtefactSet
 from protrain_compile.profiler import nodes, templates
@@ -103,6 +104,7 @@ def test_counted_changes_of_nodes_are_those_told_from_sizes(monkeypatch: pytest.
     told = measure_nodes(template, MACHINE)
     meter = CountingMeter()
     monkeypatch.setattr(nodes, "make_meter", lambda _: meter)
+    monkeypatch.setattr(nodes, "measuring", lambda _: torch.no_grad())  # the meter is a mode
     with meter:
         counted = measure_nodes(template, MACHINE)
     assert [each.change_bytes for each in counted] == [each.change_bytes for each in told]
@@ -111,3 +113,19 @@ def test_counted_changes_of_nodes_are_those_told_from_sizes(monkeypatch: pytest.
 
 def test_the_device_is_that_of_the_values() -> None:
     assert template_device(gpt_program().templates[0]) == torch.device("cpu")
+
+
+def test_no_mode_watches_what_is_measured() -> None:
+    class Watching(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Watching.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        torch.ones(1)
+        before = Watching.seen
+        with templates.measuring(torch.device("cpu")):
+            torch.ones(1)
+    assert Watching.seen == before > 0
