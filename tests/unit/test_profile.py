@@ -115,4 +115,4 @@ def test_the_h200_comes_with_the_package(name: str) -> None:
     assert "h200" in shipped_profiles()
     assert shipped.h2d.alone_gb_per_s > shipped.h2d.both_gb_per_s > shipped.h2d.beside_updates_gb_per_s
     assert all(rate.threads < shipped.cores for rate in shipped.host_updates)
-    assert "bench/results" in shipped.source
+    assert "protrain profile" in shipped.source
