@@ -14,6 +14,9 @@ For a block with policy *swap* (``#`` names the stream)::
 ``s`` leaves the forward in place of the values, so that it lives as long as the forward's context. Partners are decided
 by ``swap_order``.
 
+With *swap_products* a recompute stands between wait and backward. What that makes again does not leave the forward, so
+the rest is what is swapped.
+
 Swapped is every value that leaves the forward for this block's backward alone: what the block saves, and its input. Not
 swapped, as that would free nothing or move a value twice: what another segment's backward reads too (it is kept on the
 device, once), what shares memory with such a value, with an output or with an argument, and what has no bytes.
@@ -34,6 +37,7 @@ from passes.schedule_graph import artefact_calls, packed_arguments, segment_of
 from protrain_compile import ops
 from protrain_compile.liveness import Storage, StoragesOf, kept_sources, storages_of
 from protrain_compile.program import fake_value, results_of
+from protrain_compile.roles import SWAPS
 from protrain_compile.schedule import BackwardInputs, Operation, Schedule
 from protrain_compile.swap_layout import SwapLayout, lay_out
 from protrain_compile.swap_order import partners
@@ -83,7 +87,7 @@ def find_groups(schedule: Schedule, policies: tuple[str, ...]) -> dict[int, Grou
     made = storages_of(forward, {})
     sources = kept_sources(schedule)
     readers = _readers_of_storages(schedule, made, sources)
-    swapped = [index for index, policy in enumerate(policies) if policy == "swap"]
+    swapped = [index for index, policy in enumerate(policies) if policy in SWAPS]
     found: dict[int, Group] = {}
     for segment in swapped:
         placeholders = [

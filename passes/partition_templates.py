@@ -193,6 +193,8 @@ class _Split:
             if same is None:
                 found[policy] = extract(self.forward, again, reached(again, cut | (set(wanted) - set(again)))), again
             self.recompute_of[policy] = same or policy
+        if "recompute_pointwise" in self.recompute_of:
+            self.recompute_of["swap_products"] = self.recompute_of["recompute_pointwise"]
         return found
 
     def _dropped(self, wanted: list[fx.Node], cut: set[fx.Node]) -> dict[RecomputeRole, list[fx.Node]]:

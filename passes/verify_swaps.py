@@ -18,6 +18,7 @@ from passes.schedule_graph import segment_of
 from passes.violation import fail_at
 from protrain_compile import ops
 from protrain_compile.liveness import kept_sources
+from protrain_compile.roles import SWAPS
 from protrain_compile.schedule import Schedule
 
 ORDER = {
@@ -37,7 +38,7 @@ def verify_swaps(schedule: Schedule, where: str) -> None:
     found = {name: _stages(schedule, name, where) for name in schedule.graphs}
     for name, segments in found.items():
         for segment, nodes in segments.items():
-            if policies[segment] != "swap":
+            if policies[segment] not in SWAPS:
                 fail_at(where, name, nodes[0], f"swaps a segment whose policy is {policies[segment]}")
             if len(nodes) < len(ORDER[name]):
                 missing = ORDER[name][len(nodes)].__name__

@@ -26,7 +26,7 @@ from protrain_compile.plan import Policy
 from protrain_compile.profile import Profile
 from protrain_compile.roles import ROLES, RecomputeRole, Role
 from protrain_compile.step_shape import Life, StepShape, block_rounded, segment_rounded
-from protrain_compile.swapped_lives import NOTHING, moved_bytes, swap_plan
+from protrain_compile.swapped_lives import NOTHING, SwappedLife, moved_bytes, swap_plan
 
 Unit = Literal["size_bytes", "block_bytes", "segment_bytes"]
 HOST_ALIGNMENT_BYTES = 256
@@ -97,8 +97,9 @@ def live_values(shape: StepShape, choice: Choice, lowered: Lowered, unit: Unit =
     for number, life in enumerate(shape.lives):
         size = getattr(life, unit)
         if number in swapped_by:
-            moved = life.swapped_bytes + size - life.size_bytes
-            for graph, begin, end, held in places.swapped_spans(life, swapped_by[number], size, moved):
+            segment, swapped = swapped_by[number]
+            swapped = swapped._replace(moved_bytes=swapped.moved_bytes + size - life.size_bytes)
+            for graph, begin, end, held in places.swapped_spans(life, segment, size, swapped):
                 changes[graph][begin] += held
                 changes[graph][end] -= held
             continue
@@ -167,15 +168,17 @@ class Places:
         end = self.ends[1] if life.returned else max(ends, default=begin)
         return [(1, begin, end)]
 
-    def swapped_spans(self, life: Life, segment: int, size: int, moved: int) -> list[tuple[int, int, int, int]]:
+    def swapped_spans(
+        self, life: Life, segment: int, size: int, swapped: SwappedLife
+    ) -> list[tuple[int, int, int, int]]:
         """Return graph, begin, end and bytes of a life that ``segment`` swaps, and of the memory for its copies."""
         left, released = self.call["swap_out", segment], self.call["release_swapped", segment]
         begin = next(self._snapshots) if life.birth == "snapshot" else self.call["forward", life.segment]
         used = self.call.get(("forward", life.forward_until), begin)
-        found = [(0, begin, max(left if life.staged else released, used), size)]
-        if life.staged:
-            found.append((0, left, released, moved))
-        return [*found, (1, self.call["reload", segment], self.call["backward", segment], moved)]
+        found = [(0, begin, max(left if swapped.staged else released, used), size)]
+        if swapped.staged:
+            found.append((0, left, released, swapped.moved_bytes))
+        return [*found, (1, self.call["reload", segment], self.call[swapped.last, segment], swapped.moved_bytes)]
 
     def _from_forward(
         self, shape: StepShape, life: Life, in_backward: tuple[int, int, int] | None
@@ -212,7 +215,7 @@ def host_bytes(shape: StepShape, choice: Choice) -> dict[str, int]:
 def swapped_host_bytes(shape: StepShape, policies: Sequence[Policy]) -> dict[str, int]:
     """Return the host bytes of swapped values, by kind: none where nothing is swapped."""
     swaps = swap_plan(shape, policies, recomputed_segments(shape, policies)) if policies else NOTHING
-    slabs = [_aligned(moved_bytes(shape, lives)) for lives in swaps.lives.values()]
+    slabs = [_aligned(moved_bytes(lives)) for lives in swaps.lives.values()]
     return {"activations": sum(slabs)} if slabs else {}
 
 

@@ -15,7 +15,7 @@ from protrain_compile.chunks import RESIDENCIES, Residency
 from protrain_compile.errors import PlanError
 from protrain_compile.shards import SHARDINGS, Sharding, allowed_sharding
 
-Policy = Literal["keep", "recompute_pointwise", "recompute_products", "recompute", "swap"]
+Policy = Literal["keep", "recompute_pointwise", "recompute_products", "recompute", "swap", "swap_products"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 Loss = Literal["whole", "sliced"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)

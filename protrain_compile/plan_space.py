@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -26,7 +27,7 @@ from protrain_compile.memory_model import find_peak, host_bytes, standing_bytes,
 from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
 from protrain_compile.policy_mix import mixed_policies, patterns
 from protrain_compile.profile import LinkRate, Profile
-from protrain_compile.roles import Role
+from protrain_compile.roles import SWAPS, Role
 from protrain_compile.shards import allowed_sharding
 from protrain_compile.step_shape import StepShape, block_rounded
 from protrain_compile.swap_order import FARTHEST
@@ -41,13 +42,12 @@ SWAP_STEPS = 12
 """How many numbers of first blocks are looked at, of deep models."""
 
 
-def swap_interval(shape: StepShape, profile: Profile) -> int:
-    """Return the least distance of swapped blocks at which compute hides their copies, both ways; 0 if none does.
+def swap_interval(shape: StepShape, profile: Profile, swap: Policy = "swap") -> int:
+    """Return the least distance of blocks with a policy at which compute hides their copies, both ways; 0 if none does.
 
     Copies hide behind the forwards, and on the way back the backwards, of that many blocks; the link is taken as busy
     in both directions.
     """
-    swap: Policy = "swap"
     everything: Policies = (swap,) * len(shape.block_names)
     swaps = swap_plan(shape, everything, recomputed_segments(shape, everything))
     costs = [profile.templates[shape.segments[i].template].parts for i in swaps.lives]
@@ -58,17 +58,15 @@ def swap_interval(shape: StepShape, profile: Profile) -> int:
         times = [cost[role].ms for cost in costs if role in cost]
         if not times or min(times) <= 0:
             return 0
-        copy_ms = max(moved_bytes(shape, lives) for lives in swaps.lives.values()) / link.both_gb_per_s / 1e6
+        copy_ms = max(moved_bytes(lives) for lives in swaps.lives.values()) / link.both_gb_per_s / 1e6
         found = max(found, math.ceil(copy_ms / min(times)))
     return found if found <= FARTHEST else 0
 
 
-def _interleaved(blocks: int, first: int, interval: int, rest: Policy) -> Policies:
-    """Return policies: of the ``first`` blocks every ``interval``-th is swapped, the others are ``rest``."""
-    swap: Policy = "swap"
-    keep: Policy = "keep"
+def _interleaved(blocks: int, first: int, interval: int, swap: Policy, rest: Policy, last: Policy) -> Policies:
+    """Return ``last``, but for the ``first`` blocks: every ``interval``-th has ``swap``, the others have ``rest``."""
     begin = tuple(swap if i % interval == 0 else rest for i in range(first))
-    return begin + (keep,) * (blocks - first)
+    return begin + (last,) * (blocks - first)
 
 
 class PlanSpace:
@@ -111,16 +109,31 @@ class PlanSpace:
     def swap_ladders(self) -> tuple[tuple[Policies, ...], ...]:
         """More policies: every n-th of the first blocks is swapped, those between have one of the others.
 
+        The blocks behind have the neighbour that keeps more (see ``policy_mix``). ``swap_products`` moves less than
+        ``swap``, so more blocks can; it is left out where both are carried out alike. One block closer than compute
+        hides is tried, too: the interval is rounded up.
         Up a ladder more is swapped: it takes less memory and more time. They are tried on the best plan without swap;
         none where the user gave policies or nothing hides the copies.
         """
         given, names = self.given, self.shape.block_names
-        interval = swap_interval(self.shape, self.profile)
-        if not interval or (given is not None and (given.policies or given.uniform_policy)):
+        if given is not None and (given.policies or given.uniform_policy):
             return ()
         firsts = [*range(1, len(names), max(1, len(names) // SWAP_STEPS)), len(names)]
-        ladders = [[_interleaved(len(names), first, interval, rest) for first in firsts] for rest in self.mixed]
-        return tuple(tuple(dict.fromkeys(ladder)) for ladder in ladders)
+        behind = (self.mixed[0], *self.mixed[:-1])
+        found: dict[tuple[Policies, ...], None] = {}
+        for swap in self._swaps():
+            least = swap_interval(self.shape, self.profile, swap)
+            intervals = range(least, max(least - 2, 0), -1)
+            for interval, (rest, last) in itertools.product(intervals, zip(self.mixed, behind, strict=True)):
+                ladder = (_interleaved(len(names), first, interval, swap, rest, last) for first in firsts)
+                found[tuple(dict.fromkeys(ladder))] = None
+        return tuple(found)
+
+    def _swaps(self) -> tuple[Policy, ...]:
+        """Return the policies that swap and differ."""
+        found: tuple[Policy, ...] = ("swap", "swap_products")
+        is_recomputed = any(each.recompute_of.get("swap_products") for each in self.shape.segments)
+        return found if is_recomputed else found[:1]
 
     @functools.cached_property
     def residencies(self) -> tuple[Residencies, ...]:
@@ -189,7 +202,7 @@ class PlanSpace:
 
     def _values_of(self, policies: Policies, late: tuple[bool, ...]) -> int:
         """Return the most of values and what is inside calls; ``late`` is from ``late_of``."""
-        if not late and "swap" not in policies:
+        if not late and set(SWAPS).isdisjoint(policies):
             return self._value_peaks.bytes_of(policies)
         residency: list[Residency] = ["persistent"] * len(self.shape.chunks)
         for chunk, resident in zip(self._late, late, strict=True):

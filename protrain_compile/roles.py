@@ -12,6 +12,9 @@ RecomputeRole = Literal["recompute", "recompute_products", "recompute_pointwise"
 RECOMPUTES: tuple[RecomputeRole, ...] = get_args(RecomputeRole)
 """The recomputes, from the one that keeps least; also the policies that recompute."""
 
+SWAPS = ("swap", "swap_products")
+"""The policies that swap: all that keep keeps, or what ``recompute_pointwise`` keeps while the rest is made again."""
+
 Role = Literal["forward", "recompute", "recompute_products", "recompute_pointwise", "backward"]
 ROLES: tuple[Role, ...] = get_args(Role)
 """The parts, in the order in which a step runs those that it runs."""

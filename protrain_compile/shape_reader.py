@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
@@ -42,6 +42,7 @@ from protrain_compile.updates.formats import StateFormat
 
 Key = fx.Node | SavedValue
 CallsOf = list[dict[Role, CallShape]]
+Swap = Literal["swap", "swap_products"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ class _Storage:
     uses: dict[int, Use] = dataclasses.field(default_factory=dict)
     collects: set[int] = dataclasses.field(default_factory=set)
     returned: bool = False
-    views: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    views: dict[Swap, list[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     @property
     def lives(self) -> bool:
@@ -129,34 +130,40 @@ class _Storage:
         """Return the storage as plain data, of no size."""
         uses = tuple(self.uses[segment] for segment in sorted(self.uses))
         collects = tuple(sorted(self.collects))
-        staged = bool(self.views) and all(bundle.staged for bundle in self._layout().bundles)
-        return Life(self.birth, self.segment, self.forward_until, uses, collects, self.returned, 0, 0, 0, 0, staged)
+        life = Life(self.birth, self.segment, self.forward_until, uses, collects, self.returned, 0, 0, 0)
+        return dataclasses.replace(life, staged=self._staged("swap"), products_staged=self._staged("swap_products"))
 
-    @property
-    def swapped_bytes(self) -> int:
-        """What crosses the link where it is swapped."""
-        return self._layout().moved_bytes
+    def swapped_bytes(self, policy: Swap) -> int:
+        """Return what crosses the link where ``policy`` swaps it."""
+        return self._layout(policy).moved_bytes
 
-    def _layout(self) -> SwapLayout:
-        return lay_out(self.views, [0] * len(self.views))
+    def _staged(self, policy: Swap) -> bool:
+        return bool(self.views.get(policy)) and all(bundle.staged for bundle in self._layout(policy).bundles)
+
+    def _layout(self, policy: Swap) -> SwapLayout:
+        views = self.views.get(policy, [])
+        return lay_out(views, [0] * len(views))
 
 
 def _grouped(storages: Iterable[_Storage]) -> tuple[Life, ...]:
     """Return storages of one life together; a snapshot is an operation of its own, and so stays apart."""
     sizes: dict[tuple[Life, int], list[int]] = collections.defaultdict(list)
-    swapped: dict[tuple[Life, int], int] = collections.defaultdict(int)
+    moved: dict[Swap, dict[tuple[Life, int], int]]
+    moved = {policy: collections.defaultdict(int) for policy in get_args(Swap)}
     for number, storage in enumerate(storages):
         if storage.lives:
             key = storage.life(), number if storage.birth == "snapshot" else -1
             sizes[key].append(storage.size_bytes)
-            swapped[key] += storage.swapped_bytes
+            for policy, found in moved.items():
+                found[key] += storage.swapped_bytes(policy)
     return tuple(
         dataclasses.replace(
             life,
             size_bytes=sum(each),
             block_bytes=sum(map(block_rounded, each)),
             segment_bytes=sum(map(segment_rounded, each)),
-            swapped_bytes=swapped[life, number],
+            swapped_bytes=moved["swap"][life, number],
+            products_bytes=moved["swap_products"][life, number],
         )
         for (life, number), each in sizes.items()
     )
@@ -320,11 +327,16 @@ class _Reader:
                 storage = results.get(key, self.of.get(key))
                 if storage is not None:
                     storage.use(index, by, "backward")
-            self._view(key)
+            self._view(key, "swap")
+        if "swap_products" in parts.recompute_of:
+            again = parts.recomputes[parts.recompute_of["swap_products"]]
+            made_again = {SavedValue(index, j) for j in again.results}
+            for key in [*keys(again.inputs), *(each for each in arguments if each not in made_again)]:
+                self._view(key, "swap_products")
         self._call(index, "backward", parts.backward, arguments, segment.gradients, self.of)
 
-    def _view(self, key: Key) -> None:
-        """Note that the backward takes ``key``, a view of its storage."""
+    def _view(self, key: Key, policy: Swap) -> None:
+        """Note that ``key``, a view of its storage, is what ``policy`` leaves for the backward."""
         storage = self.of.get(key)
         if isinstance(key, SavedValue):
             parts = self._parts(key.segment)
@@ -332,7 +344,7 @@ class _Reader:
         else:
             value = fake_value(key)
         if storage is not None and isinstance(value, torch.Tensor) and value.device == self.program.device:
-            storage.views.append(value)
+            storage.views.setdefault(policy, []).append(value)
 
     def _recompute(
         self, index: int, role: RecomputeRole, again: Recompute, arguments: list[Key]

@@ -236,9 +236,10 @@ class Search:
             return choice
         best, best_ms = choice, self._simulate(choice)
         for ladder in self.space.swap_ladders:
-            for other in self._from_first_that_fits([dataclasses.replace(choice, policies=each) for each in ladder]):
+            others = [dataclasses.replace(choice, policies=each) for each in ladder]
+            for other in self._from_first_that_fits([each for each in others if self._computes_within(each, best_ms)]):
                 limit = best_ms * (1 - SAME_SHARE)
-                if self.bounds.compute_ms(other.policies, other.residency) >= limit or not self._within_budgets(other):
+                if not self._computes_within(other, best_ms) or not self._within_budgets(other):
                     break
                 ms = self._simulate(other)
                 if ms >= limit or ms > self._simulate(_all_kept(other)) * (1 + STAY_SHARE):
@@ -246,8 +247,14 @@ class Search:
                 best, best_ms = other, ms
         return best
 
+    def _computes_within(self, choice: Choice, ms: float) -> bool:
+        """Whether a choice may be faster than ``ms``, by what it computes."""
+        return self.bounds.compute_ms(choice.policies, choice.residency) < ms * (1 - SAME_SHARE)
+
     def _from_first_that_fits(self, choices: Sequence[Choice]) -> Sequence[Choice]:
         """Return the choices, each of which takes less memory than the one before, from the first that fits on."""
+        if not choices:
+            return ()
         return choices[_first(len(choices), lambda i: self._fits(choices[i])) :]
 
     def _fits(self, choice: Choice) -> bool:
@@ -332,8 +339,8 @@ def _first(count: int, holds: Callable[[int], bool]) -> int:
 
 def _all_kept(choice: Choice) -> Choice:
     """Return the choice with all that is swapped kept."""
-    keep: Policy = "keep"
-    return dataclasses.replace(choice, policies=tuple(keep if each == "swap" else each for each in choice.policies))
+    kept: dict[Policy, Policy] = {"swap": "keep", "swap_products": "recompute_pointwise"}
+    return dataclasses.replace(choice, policies=tuple(kept.get(each, each) for each in choice.policies))
 
 
 def _bound_cell(ms: float) -> int:

@@ -263,14 +263,14 @@ class _Writer:
         self._compute(cost.ms if cost is not None else 0.0, [])
 
     def _swap_out(self, segment: int) -> None:
-        ms = self.durations.copy(moved_bytes(self.shape, self.swaps.lives[segment]), self.durations.hardware.d2h)
+        ms = self.durations.copy(moved_bytes(self.swaps.lives[segment]), self.durations.hardware.d2h)
         self.swapped[segment] = self._add(D2H, ms, [self.last_compute])
 
     def _release_swapped(self, segment: int) -> None:
         self._awaited.append(self.swapped[segment])
 
     def _reload(self, segment: int) -> None:
-        ms = self.durations.copy(moved_bytes(self.shape, self.swaps.lives[segment]), self.durations.hardware.h2d)
+        ms = self.durations.copy(moved_bytes(self.swaps.lives[segment]), self.durations.hardware.h2d)
         self.reloaded[segment] = self._add(H2D, ms, [self.last_compute, self.swapped[segment]])
 
     def _wait_reload(self, segment: int) -> None:

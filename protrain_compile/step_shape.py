@@ -103,6 +103,8 @@ class Life:
         segment_bytes: Their bytes, large ones rounded up to what the allocator takes from the device.
         swapped_bytes: What crosses the link where they are swapped; 0 for what cannot be.
         staged: Whether they cross it through a staging buffer (see ``swap_layout``).
+        products_bytes: As ``swapped_bytes``, where their reader is recomputed behind it (``swap_products``).
+        products_staged: As ``staged``, there.
     """
 
     birth: Birth
@@ -116,6 +118,8 @@ class Life:
     segment_bytes: int
     swapped_bytes: int = 0
     staged: bool = False
+    products_bytes: int = 0
+    products_staged: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

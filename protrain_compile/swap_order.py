@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from protrain_compile.roles import SWAPS
+
 FARTHEST = 6
 """Segments. A block of width h saves about 30 h bytes a token and computes 24 h^2 operations a token in its forward:
 at h = 4096, 50 GB/s and 500 TFLOPS it takes three forwards to hide its copy, at h = 2048 six; half as many backwards.
@@ -22,7 +24,7 @@ def partners(policies: Sequence[str]) -> dict[int, int]:
         policies   keep swap keep recompute swap keep keep
         partners        1->4                4->6
     """
-    swapped = [index for index, policy in enumerate(policies) if policy == "swap"]
+    swapped = [index for index, policy in enumerate(policies) if policy in SWAPS]
     found = {}
     distance = FARTHEST
     for index, following in itertools.zip_longest(swapped, swapped[1:]):

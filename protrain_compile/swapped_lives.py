@@ -1,17 +1,35 @@
 """What a plan swaps, on numbers: pass offload_activations restated for lowering and the memory model.
 
-A segment swaps the storages that leave the forward for its backward alone; see the pass for the reasons.
+A segment swaps the storages that leave the forward for its backward alone; see the pass for the reasons. With
+``swap_products`` these are fewer, as its recompute makes the others again, and some of them are free behind that.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from protrain_compile.plan import Policy
-from protrain_compile.roles import RecomputeRole
+from protrain_compile.roles import SWAPS, RecomputeRole, Role
 from protrain_compile.step_shape import Life, StepShape
 from protrain_compile.swap_order import partners
+
+
+class SwappedLife(NamedTuple):
+    """A life that is swapped.
+
+    Attributes:
+        number: Its position in ``StepShape.lives``.
+        moved_bytes: What crosses the link, each way.
+        staged: Whether it does so through a staging buffer.
+        last: The call behind which its memory is free when it has come back. What is staged comes back together.
+    """
+
+    number: int
+    moved_bytes: int
+    staged: bool
+    last: Role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,16 +37,16 @@ class SwapPlan:
     """What is swapped.
 
     Attributes:
-        lives: Positions in ``StepShape.lives``, by the segment that swaps them.
+        lives: By the segment that swaps them.
         partner_of: See ``swap_order.partners``.
     """
 
-    lives: dict[int, tuple[int, ...]]
+    lives: dict[int, tuple[SwappedLife, ...]]
     partner_of: dict[int, int]
 
-    def segment_of(self) -> dict[int, int]:
-        """Return the segment that swaps each life."""
-        return {life: segment for segment, lives in self.lives.items() for life in lives}
+    def segment_of(self) -> dict[int, tuple[int, SwappedLife]]:
+        """Return the segment that swaps each life, and how; by the life's number."""
+        return {life.number: (segment, life) for segment, lives in self.lives.items() for life in lives}
 
 
 NOTHING = SwapPlan({}, {})
@@ -36,35 +54,43 @@ NOTHING = SwapPlan({}, {})
 
 def swap_plan(shape: StepShape, policies: Sequence[Policy], recomputed: Sequence[RecomputeRole | None]) -> SwapPlan:
     """Return what ``policies`` (one per block) swap."""
-    if "swap" not in policies or not shape.differentiable:
+    if set(SWAPS).isdisjoint(policies) or not shape.differentiable:
         return NOTHING
     of_segments = [policies[each.block] if each.block >= 0 else "keep" for each in shape.segments]
-    found: dict[int, list[int]] = {}
+    found: dict[int, list[SwappedLife]] = {}
     for number, life in enumerate(shape.lives):
-        segment = _only_reader(life, recomputed)
-        if segment is not None and of_segments[segment] == "swap" and _can_leave(shape, life, segment):
-            found.setdefault(segment, []).append(number)
-    lives = {segment: tuple(found[segment]) for segment in sorted(found)}
+        if life.birth not in ("forward", "snapshot"):
+            continue
+        reader = _only_reader(life, recomputed)
+        if reader is None or of_segments[reader[0]] not in SWAPS or not _can_leave(shape, life, reader[0]):
+            continue
+        kept = recomputed[reader[0]] is None
+        moved, staged = (life.swapped_bytes, life.staged) if kept else (life.products_bytes, life.products_staged)
+        if moved:
+            found.setdefault(reader[0], []).append(SwappedLife(number, moved, staged, reader[1]))
+    lives = {segment: _together(found[segment]) for segment in sorted(found)}
     return SwapPlan(lives, partners([p if i in lives else "keep" for i, p in enumerate(of_segments)]))
 
 
-def moved_bytes(shape: StepShape, lives: Sequence[int]) -> int:
+def moved_bytes(lives: Iterable[SwappedLife]) -> int:
     """Return the bytes of one copy of ``lives``."""
-    return sum(shape.lives[number].swapped_bytes for number in lives)
+    return sum(life.moved_bytes for life in lives)
 
 
-def _only_reader(life: Life, recomputed: Sequence[RecomputeRole | None]) -> int | None:
-    """Return the one segment whose part of the backward takes a life, or None."""
-    readers = {use.segment for use in life.uses if use.last(recomputed[use.segment])}
-    return readers.pop() if len(readers) == 1 else None
+def _together(lives: Sequence[SwappedLife]) -> tuple[SwappedLife, ...]:
+    """Return the lives of one segment; those that are staged share memory, which is free behind the last use."""
+    late = any(life.staged and life.last == "backward" for life in lives)
+    return tuple(life._replace(last="backward") if late and life.staged else life for life in lives)
+
+
+def _only_reader(life: Life, recomputed: Sequence[RecomputeRole | None]) -> tuple[int, Role] | None:
+    """Return the one segment whose part of the backward takes a life, and its last call that does; or None."""
+    calls = ((use.segment, use.last(recomputed[use.segment])) for use in life.uses)
+    readers = [(segment, role) for segment, role in calls if role is not None]
+    return readers[0] if len(readers) == 1 else None
 
 
 def _can_leave(shape: StepShape, life: Life, segment: int) -> bool:
     return (
-        life.birth in ("forward", "snapshot")
-        and life.swapped_bytes > 0
-        and life.segment <= segment
-        and life.forward_until < len(shape.segments)
-        and not life.returned
-        and not life.collects
+        life.segment <= segment and life.forward_until < len(shape.segments) and not life.returned and not life.collects
     )

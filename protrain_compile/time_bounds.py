@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from protrain_compile.lowering import late_chunks, recomputed_segments
 from protrain_compile.plan_space import Policies, Residencies
 from protrain_compile.profile import Profile
-from protrain_compile.roles import Role
+from protrain_compile.roles import SWAPS, Role
 from protrain_compile.step_jobs import Durations
 from protrain_compile.step_shape import CallShape, StepShape
 from protrain_compile.swapped_lives import moved_bytes, swap_plan
@@ -123,10 +123,10 @@ class TimeBounds:
 
     def _swapped(self, policies: Policies) -> tuple[float, float]:
         """Return work of h2d and d2h for swapped values."""
-        if "swap" not in policies:
+        if set(SWAPS).isdisjoint(policies):
             return 0.0, 0.0
         swaps = swap_plan(self.shape, policies, recomputed_segments(self.shape, policies))
-        size = sum(moved_bytes(self.shape, lives) for lives in swaps.lives.values())
+        size = sum(moved_bytes(lives) for lives in swaps.lives.values())
         hardware = self.profile.hardware
         return Durations.copy(size, hardware.h2d), Durations.copy(size, hardware.d2h)
 

@@ -28,7 +28,7 @@ from protrain_compile.shards import ALONE, World
 from protrain_compile.solver import STAY_SHARE, Solution, fits, search
 from protrain_compile.step_shape import Life, StepShape
 
-SIZES = ("size_bytes", "block_bytes", "segment_bytes", "swapped_bytes")
+SIZES = ("size_bytes", "block_bytes", "segment_bytes", "swapped_bytes", "products_bytes")
 """What a life takes, in its units."""
 
 LARGEST_BATCH = 1 << 20
@@ -222,7 +222,7 @@ def _alike(shape: StepShape) -> StepShape:
     found: dict[Life, Life] = {}
     nothing: dict[str, Any] = dict.fromkeys(SIZES, 0)
     for life in shape.lives:
-        key = dataclasses.replace(life, **nothing, staged=False)
+        key = dataclasses.replace(life, **nothing, staged=False, products_staged=False)
         sums: dict[str, Any] = {name: getattr(life, name) + getattr(found.get(key, key), name) for name in SIZES}
         found[key] = dataclasses.replace(key, **sums)
     return dataclasses.replace(shape, lives=tuple(found.values()))

@@ -18,7 +18,7 @@ STEPS = (0, 1, 2)
 
 
 def plan_of(policies: str, residency: str) -> Plan:
-    names: dict[str, Any] = {"k": "keep", "r": "recompute", "s": "swap"}
+    names: dict[str, Any] = {"k": "keep", "r": "recompute", "s": "swap", "x": "swap_products"}
     chosen = tuple(names[letter] for letter in policies)
     return dataclasses.replace(forced(residency, chunks=CHUNKS), uniform_policy=None, policies=chosen)
 
@@ -30,7 +30,9 @@ def test_equals_eager_and_keep(residency: str, limit: float | None) -> None:
     if limit is None:
         check(lambda trainee: trainee.steps(*STEPS), plan_of("sss", residency), **arguments)
     model = Stack()
-    trainees = [prepared(model, plan_of(policies, residency), **arguments) for policies in ("kkk", "sss", "srs")]
+    trainees = [
+        prepared(model, plan_of(policies, residency), **arguments) for policies in ("kkk", "sss", "srs", "xxx", "xrs")
+    ]
     losses = [trainee.steps(*STEPS) for trainee in trainees]
     for trainee, loss in zip(trainees[1:], losses[1:], strict=True):
         assert torch.equal(loss, losses[0])

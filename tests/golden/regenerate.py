@@ -86,6 +86,7 @@ GOLDEN: dict[str, Callable[[], str]] = {
     "recompute.txt": lambda: printed("rrrr"),
     "mixed.txt": lambda: printed("krrk"),
     "swap.txt": lambda: printed("sksk"),
+    "swap_products.txt": lambda: printed("xwxk"),
     "finer.txt": lambda: printed("rwwk"),
     "inference.txt": lambda: printed("kkkk", inference=True),
     "plan.json": plan_json,

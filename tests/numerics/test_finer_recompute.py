@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import protrain_compile
 from protrain_compile import Plan
 from protrain_compile.liveness import saved_bytes, schedule_liveness
-from protrain_compile.plan import POLICIES
 from protrain_compile.roles import RECOMPUTES
 
 
@@ -44,7 +43,8 @@ def test_alone_and_mixed(name: str) -> None:
     schedule = protrain_compile.schedule(compiled)
     turn = finer(3)
     swapping = Plan(policies=("recompute_pointwise", "swap", "recompute_products"))
-    for plan in (*(Plan.uniform(each) for each in RECOMPUTES), turn, swapping):
+    products = (Plan.uniform("swap_products"), Plan(policies=("swap_products", "recompute_pointwise", "swap_products")))
+    for plan in (*(Plan.uniform(each) for each in RECOMPUTES), turn, swapping, *products):
         schedule.use(plan)
         assert_bitwise(run_step(compiled, run, owner=model), keep)
 
@@ -67,7 +67,7 @@ def test_memory_lies_between() -> None:
     step(compiled)
     schedule = protrain_compile.schedule(compiled)
     saved, peaks = [], []
-    for policy in POLICIES[:4]:
+    for policy in ("keep", *reversed(RECOMPUTES)):
         schedule.use(Plan.uniform(policy))
         (part,) = schedule.parts
         saved.append(sum(saved_bytes(part.schedule).values()))

@@ -94,9 +94,9 @@ def write_schedule(program: Program, plan: Plan | str) -> Schedule:
 
 
 def mixed(*letters: str) -> Plan:
-    """Return the Plan that ``"krspw"`` stands for: keep, recompute, swap, and to recompute products or pointwise."""
+    """Return the Plan that ``"krspwx"`` stands for: the first letters, or as below."""
     names: dict[str, Any] = {"k": "keep", "r": "recompute", "s": "swap"}
-    names |= {"p": "recompute_products", "w": "recompute_pointwise"}
+    names |= {"p": "recompute_products", "w": "recompute_pointwise", "x": "swap_products"}
     return Plan(policies=tuple(names[letter] for letter in "".join(letters)))
 
 

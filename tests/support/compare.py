@@ -78,8 +78,8 @@ def alternating(blocks: int, first: str = "keep") -> Plan:
 
 
 def turns(blocks: int) -> Plan:
-    """Return the plan in which swap, recompute and keep take turns."""
-    order: tuple[Any, ...] = ("swap", "recompute", "keep", "swap")
+    """Return the plan in which policies that swap, recompute and keep take turns."""
+    order: tuple[Any, ...] = ("swap_products", "recompute", "swap", "keep")
     return Plan(policies=tuple(order[i % 4] for i in range(blocks)))
 
 

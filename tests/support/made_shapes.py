@@ -102,6 +102,8 @@ class Stack:
         calls["backward"] = CallShape((index,), (self.output_mb + self._chunk_mb(index)) * MB)
         name = f"block {block}" if block >= 0 else ("prologue" if index == 0 else "epilogue")
         recompute_of: Any = {each.role: each.role for each in recomputes}
+        if "recompute_pointwise" in recompute_of:
+            recompute_of["swap_products"] = "recompute_pointwise"
         return SegmentShape(name, block, 0 if block < 0 else 1, calls, recompute_of)
 
     def _chunk_mb(self, index: int) -> int:
@@ -133,7 +135,9 @@ def _use(segment: int, *roles: RecomputeRole) -> Use:
 
 def _life(birth: Any, segment: int, size_mb: int, until: int = -1, uses: Any = (), collects: Any = ()) -> Life:
     size = size_mb * MB
-    return Life(birth, segment, until, tuple(uses), collects, False, size, size, size, size * (birth == "forward"))
+    moved = size * (birth == "forward")
+    life = Life(birth, segment, until, tuple(uses), collects, False, size, size, size)
+    return dataclasses.replace(life, swapped_bytes=moved, products_bytes=moved)
 
 
 def plain_hardware(

@@ -99,7 +99,7 @@ def draw(seed: int) -> Synthetic:
     trainable[0] = True
     layout = _layout(sizes, trainable, blocks, at.choice((None, 512, 1024, 2048)))
     residency = tuple(at.choice(RESIDENCIES) for _ in layout.chunks)
-    policies = tuple(at.choice(("keep", "recompute", "swap")) for _ in blocks)
+    policies = tuple(at.choice(("keep", "recompute", "swap", "swap_products")) for _ in blocks)
     return Synthetic(tuple(sizes), tuple(trainable), tuple(blocks), policies, residency, at.randint(3, 6), layout)
 
 
@@ -206,7 +206,7 @@ def _parts(
         forward_inputs=tuple(range(inputs)),
         num_outputs=1,
         recomputes={"recompute": Recompute(_part(len(again), saved), again, tuple(range(saved)))},
-        recompute_of={"recompute": "recompute"},
+        recompute_of={"recompute": "recompute", "swap_products": "recompute"},
         backward=_part(len(back), results),
         backward_inputs=back,
     )
@@ -267,7 +267,7 @@ class Eager:
             assert template.parts is not None
             x, saved = self.kept[visit.run][index]
             inputs = self._inputs(index, visit.run, x)
-            if self.synthetic.policies[index] == "recompute":
+            if self.synthetic.policies[index] in ("recompute", "swap_products"):
                 given = [inputs[ref.index] for ref in template.parts.recomputes["recompute"].inputs]
                 saved = _call(f"{template.name}_recompute", given, block.saved)
             tangents = [gradient, *(total[i] for i in block.parameters if i in total)]

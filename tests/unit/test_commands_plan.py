@@ -146,7 +146,8 @@ def test_steps_are_alike_though_larger_values_would_be_staged() -> None:
     """A value is staged below some size: of two batches, perhaps in one alone."""
     stack = Stack(blocks=3)
     small, large = (dataclasses.replace(stack, saved_mb=mb, finer=()) for mb in (10, 30))
-    staged = tuple(dataclasses.replace(life, staged=life.birth == "forward") for life in small.shape().lives)
+    made = [(life, life.birth == "forward") for life in small.shape().lives]
+    staged = tuple(dataclasses.replace(life, staged=each, products_staged=each) for life, each in made)
     layout = ChunkLayout((), (), ())
     first = Step(dataclasses.replace(small.shape(), lives=staged), stack.profile(), layout)
     second = Step(large.shape(), stack.profile(), layout)

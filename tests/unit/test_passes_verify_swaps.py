@@ -12,6 +12,7 @@ from support.capture import gpt_program, mixed, write_schedule
 from torch import fx
 
 from passes.effects import EFFECTS, Call, Ledger, Step
+from passes.schedule_graph import artefact_calls
 from passes.verify import verify_schedule
 from passes.verify_swaps import verify_swaps
 from protrain_compile import ops
@@ -114,11 +115,51 @@ def test_a_broken_graph_is_refused(mutate: Callable[[Schedule], None], message: 
         verify_swaps(schedule, "after x: ")
 
 
+def products() -> Schedule:
+    return write_schedule(gpt_program(4), mixed("xkxk"))
+
+
+def no_recompute(schedule: Schedule) -> None:
+    """The backward takes what came back, and the values that it lacks from another block."""
+    calls = [node for node in artefact_calls(schedule.graphs["backward"]) if "recompute" in str(node.target)]
+    calls[1].replace_all_uses_with(calls[0])
+    packed = calls[1].args[0]
+    assert isinstance(packed, fx.Node)
+    schedule.graphs["backward"].graph.erase_node(calls[1])
+    schedule.graphs["backward"].graph.erase_node(packed)
+
+
+PRODUCTS: list[tuple[Callable[[Schedule], None], Callable[[Schedule, str], None], str]] = [
+    (no_reload, verify_swaps, r"is not followed by wait_reload"),
+    (nothing_comes_back, verify_swaps, r"swap_out\w* \(forward, block 2\): swaps values that the backward does not"),
+    (no_recompute, verify_schedule, r"runs block 0 without the recompute that its policy asks for"),
+]
+
+
+@pytest.mark.parametrize(("mutate", "check", "message"), PRODUCTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_recompute_lacks_what_it_needs(
+    mutate: Callable[[Schedule], None], check: Callable[[Schedule, str], None], message: str
+) -> None:
+    schedule = products()
+    verify_schedule(schedule, "x")
+    mutate(schedule)
+    with pytest.raises(VerifierError, match=message):
+        check(schedule, "x")
+
+
+def test_a_recompute_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = products()
+    monkeypatch.setitem(EFFECTS, ops.wait_reload, lambda call, ledger: ())
+    message = r"t1_recompute_pointwise\w* \(backward, block 2\): reads .* may still be written by reload"
+    with pytest.raises(VerifierError, match=message):
+        verify_schedule(schedule, "x")
+
+
 WAITS = [
     (
         ops.swap_out,
         "computed",
-        r"swap_out \(forward, block 0\): reads .* may still be written by t0_forward",
+        r"swap_out \(forward, block 0\): reads .* may still be written by t\d_forward",
     ),
     (
         ops.release_swapped,
