@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from protrain_compile.byte_text import format_size
+from protrain_compile.byte_text import format_needed, format_size
 from protrain_compile.cost_model import simulate
 from protrain_compile.errors import BudgetError, PlanError
 from protrain_compile.plan_rows import Group, PlanRows
@@ -23,10 +23,10 @@ def budget_error(
     name = space.shape.name
     if on_device and host_bytes is not None:
         needed = min(each[1] for each in on_device)
-        other = f", or memory_budget to {format_size(min(each[0] for each in in_host))}" if in_host else ""
+        other = f", or memory_budget to {format_needed(min(each[0] for each in in_host))}" if in_host else ""
         return BudgetError(
             f"host_memory_budget: {format_size(host_bytes)} is too small for what {name} has to keep on the host "
-            f"(parameters and optimizer states that the device has no room for): raise it to {format_size(needed)}"
+            f"(parameters and optimizer states that the device has no room for): raise it to {format_needed(needed)}"
             f"{other}; or let other programs leave more host memory free",
             needed,
             "host_memory_budget",
@@ -38,8 +38,8 @@ def budget_error(
     parts = " and ".join(f"{kind} ({format_size(size)})" for kind, size in largest)
     return BudgetError(
         f"memory_budget: {format_size(device_bytes)} is too small to train {name} at this batch; the smallest that "
-        f"works is {format_size(peak)}, mostly {parts}, at its peak in the {prediction.peak_at}: "
-        f"{_advice(largest[0][0])}",
+        f"works is {format_needed(peak)}, mostly {parts}, at its peak in the {prediction.peak_at}: "
+        f"{_advice(largest[0][0], prepared=bool(space.shape.chunks))}",
         peak,
     )
 
@@ -58,5 +58,10 @@ ADVICE = {
 }
 
 
-def _advice(kind: str) -> str:
-    return ADVICE.get(kind, "let the plan keep fewer chunks on the device, or use a larger one")
+UNPREPARED = "prepare the model: its parameters and the optimizer's states need not be on the device then"
+"""Advice where parameters are what takes most of a model that is not prepared."""
+
+
+def _advice(kind: str, *, prepared: bool) -> str:
+    others = "let the plan keep fewer chunks on the device, or use a larger one" if prepared else UNPREPARED
+    return ADVICE.get(kind, others)

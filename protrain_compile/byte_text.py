@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 
 from protrain_compile.errors import OptionError
 
@@ -41,7 +43,17 @@ def _size_of_text(text: str) -> int | None:
 
 
 def format_size(size_bytes: int) -> str:
-    """Return bytes as people read them: "20.00 GiB", "512.0 MiB"."""
-    if size_bytes >= 1 << 30:
-        return f"{size_bytes / (1 << 30):.2f} GiB"
-    return f"{size_bytes / (1 << 20):.1f} MiB"
+    """Return bytes as people read them: "20.00 GiB", "512.0 MiB", "1.5 KiB"."""
+    return _text(size_bytes, round)
+
+
+def format_needed(size_bytes: int) -> str:
+    """Return bytes that are needed, rounded up: what the text says, passed as a budget, is enough."""
+    return _text(size_bytes, math.ceil)
+
+
+def _text(size_bytes: int, whole: Callable[[float], int]) -> str:
+    for unit, digits in (("GiB", 2), ("MiB", 1), ("KiB", 1)):
+        if size_bytes >= _UNITS[unit]:
+            return f"{whole(size_bytes / _UNITS[unit] * 10**digits) / 10**digits:.{digits}f} {unit}"
+    return f"{size_bytes} B"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,6 +80,9 @@ def _parse_schedule(value: Any) -> str:
     text = os.fspath(value)
     if text in ("print", "full", "off"):
         return text
+    meant = difflib.get_close_matches(text, ("print", "full", "off"))
+    if meant and text == Path(text).stem:
+        raise OptionError(f"schedule={text!r}: did you mean {meant[0]!r}? For a file of that name, write './{text}'")
     path = Path(text).absolute()
     if path.is_dir() or not path.parent.is_dir():
         wrong = f"{path} is a folder" if path.is_dir() else f"{path.parent} does not exist"

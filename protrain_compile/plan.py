@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 from protrain_compile.chunks import RESIDENCIES, Residency
@@ -60,6 +60,8 @@ class Plan:
             raise PlanError("a Plan takes either policies (one per block) or one policy for all: use Plan.uniform")
         for name in LISTS:
             value = getattr(self, name)
+            if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+                raise PlanError(f"plan: {name}={value!r}: give a list of names; for all alike, use Plan.uniform(...)")
             object.__setattr__(self, name, None if value is None else tuple(value))
         uniform = () if self.uniform_policy is None else (self.uniform_policy,)
         for policy in self.policies if self.policies is not None else uniform:
@@ -101,6 +103,12 @@ class Plan:
             loss=cast("Loss | None", loss),
             uniform_sharding=cast("Sharding | None", sharding),
         )
+
+    @property
+    def concerns_chunks(self) -> bool:
+        """Whether it says anything about chunks, which only prepared models have."""
+        about = (self.residency, self.uniform_residency, self.sharding, self.uniform_sharding, self.buffers)
+        return any(each is not None for each in (*about, self.chunk_bytes))
 
     def fit_chunks(self, chunks: int) -> tuple[Residency, ...] | None:
         """Return the residency of each of ``chunks`` chunks, or None if the Plan leaves it open.
@@ -172,8 +180,9 @@ class Plan:
         """
         try:
             fields = json.loads(text)
-        except ValueError as error:
-            raise PlanError(f"plan is not JSON: {error}") from error
+        except (TypeError, ValueError) as error:
+            hint = f"; for every block alike, pass Plan.uniform({text!r})" if text in POLICIES else ""
+            raise PlanError(f"plan is not JSON: {error}{hint}") from error
         return cls.from_mapping(fields)
 
     @classmethod

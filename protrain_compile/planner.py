@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from protrain_compile.byte_text import format_size
+from protrain_compile.byte_text import format_needed, format_size
 from protrain_compile.chunks import Chunk, ChunkLayout, Residency
 from protrain_compile.cost_model import Prediction, simulate
 from protrain_compile.errors import BudgetError, VerifierError
@@ -130,7 +130,7 @@ def _check_given(shape: StepShape, prediction: Prediction, device_bytes: int) ->
     if peak > device_bytes:
         raise BudgetError(
             f"memory_budget: {format_size(device_bytes)} is too small for the plan that was given for {shape.name}, "
-            f"whose peak, in the {prediction.peak_at}, is predicted to be {format_size(peak)}: raise it, or leave "
+            f"whose peak, in the {prediction.peak_at}, is predicted to be {format_needed(peak)}: raise it, or leave "
             "parts of the plan open",
             peak,
         )

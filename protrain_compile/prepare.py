@@ -82,13 +82,13 @@ def prepare(
         The same model and the same optimizer object.
 
     Raises:
-        OptionError: If an argument cannot be used; nothing is changed then. The message names the argument.
+        OptionError: If an argument cannot be used; nothing is changed then (but that what was prepared anew is handed
+            back first). The message names the argument.
         HostMemoryError: If host memory will not suffice; nothing is changed then. The message names what is needed and
             what is available.
         RankError: If ranks differ in their models or arguments; the message shows the first difference.
     """
-    _hand_back(model)
-    _check_arguments(model, optimizer)
+    _check_kinds(model, init)
     preparation = Preparation(
         device=_device(model, device),
         memory_budget=None if memory_budget is None else parse_size(memory_budget, "memory_budget"),
@@ -98,6 +98,8 @@ def prepare(
         plan=None if plan is None else parse_plan(plan),
         accumulation_dtype=_accumulation_dtype(model, gradient_accumulation_dtype),
     )
+    _hand_back(model)
+    _check_arguments(model, optimizer)
     ranks = join_ranks(model, optimizer, preparation, mesh)
     preparation = dataclasses.replace(preparation, ranks=ranks)
     named = list(model.named_parameters())
@@ -117,7 +119,7 @@ def prepare(
 
 def _hand_back(model: nn.Module) -> None:
     """Undo an earlier ``prepare`` of a model that has not run: parameters and optimizer are as they were."""
-    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    parameters = list(model.parameters())
     homes = {p._home for p in parameters if isinstance(p, ManagedParameter)}
     managed = homes.pop() if len(homes) == 1 else None
     if isinstance(managed, ManagedModel) and managed.layout is None and len(managed.specs) == len(parameters):
@@ -125,9 +127,14 @@ def _hand_back(model: nn.Module) -> None:
         managed.hand_back()
 
 
-def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
+def _check_kinds(model: Any, init: Any) -> None:
     if not isinstance(model, nn.Module):
         raise OptionError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not (init is None or callable(init) or isinstance(init, str | os.PathLike)):
+        raise OptionError(f"init={init!r}: give a function of a module, or the path of safetensors")
+
+
+def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
     if hasattr(model, "_orig_mod"):
         raise OptionError(
             "model is compiled already: call prepare first, then torch.compile (what was compiled is model._orig_mod)"

@@ -70,16 +70,17 @@ class Alone:
         return None if self.step_ms is None else self.step_ms / solution.prediction.step_ms
 
 
-def rank_lines(world: World, solution: Solution, alone: Alone, tokens_per_s: float) -> list[str]:
+def rank_lines(world: World, solution: Solution, alone: Alone, tokens_per_s: float | None) -> list[str]:
     """Return what is told of the ranks."""
     prediction, kept = solution.prediction, alone.efficiency(solution)
     gathered, reduced = (prediction.traffic_bytes.get(each, 0) for each in ("all_gather", "reduce_scatter"))
     against = "one rank alone does not fit" if kept is None else f"each has {kept:.0%} of the speed of one rank alone"
     if alone.step_ms is not None:
         against += f" (step {format_ms(alone.step_ms)})"
+    tokens = f"{tokens_per_s:,.0f} tokens/s a rank, {tokens_per_s * world.size:,.0f} in all; " if tokens_per_s else ""
     return [
         f"ranks     {world_text(world)}",
-        f"speed     {tokens_per_s:,.0f} tokens/s a rank, {tokens_per_s * world.size:,.0f} in all; {against}",
+        f"speed     {tokens}{against}",
         f"traffic   a rank receives {format_bytes(gathered)} by all_gather and {format_bytes(reduced)} by "
         "reduce_scatter in a step",
     ]
@@ -94,13 +95,13 @@ def world_text(world: World) -> str:
     return f"{nodes}; chunks divided among the {world.ranks} of a node, replicated across nodes: {mesh}"
 
 
-def ranks_dict(world: World, solution: Solution, alone: Alone, tokens_per_s: float) -> dict[str, Any]:
+def ranks_dict(world: World, solution: Solution, alone: Alone, tokens_per_s: float | None) -> dict[str, Any]:
     """Return the same as JSON-ready data."""
     return {
         "ranks": world.size,
         "nodes": world.nodes,
         "divided_among": world.ranks,
-        "tokens_per_s_of_all": tokens_per_s * world.size,
+        "tokens_per_s_of_all": tokens_per_s * world.size if tokens_per_s else None,
         "one_rank_step_ms": alone.step_ms,
         "efficiency": alone.efficiency(solution),
         "traffic_bytes": dict(solution.prediction.traffic_bytes),

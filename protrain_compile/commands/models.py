@@ -9,14 +9,15 @@ MODEL                              built as
 =================================  ============================================================================
 
 A Hugging Face model is called with ``input_ids`` and ``labels``. A function may take ``batch`` and ``seq``; where it
-returns no inputs, its model is called with token numbers of shape (batch, seq) and must return the loss. Everything is
-built on ``meta``.
+returns no inputs, its model is called with token numbers of shape (batch, seq) and must return the loss. Of inputs that
+it returns without having taken ``batch`` or ``seq``, these are not known. Everything is built on ``meta``.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -43,11 +44,25 @@ class ModelSource:
         build: Returns the model on ``meta`` and its inputs, for a batch, a sequence, a dtype (None leaves it to the
             model) and a number of blocks (None for all).
         depth: How many blocks it has, where a model of fewer has equal ones; None where that is not known.
+        own_sizes: Returns which of ``batch`` and ``seq`` its own inputs decide.
     """
 
     name: str
     build: Callable[[int, int, torch.dtype | None, int | None], tuple[nn.Module, Inputs]]
     depth: int | None = None
+    own_sizes: Callable[[], frozenset[str]] = frozenset
+
+    def sizes(self, batch: int | None, seq: int | None, defaults: tuple[int, int]) -> tuple[int, int]:
+        """Return the batch and the sequence to build it for: as given, else the defaults.
+
+        Raises:
+            OptionError: If one is given that its own inputs decide.
+        """
+        own = self.own_sizes()
+        for name, value in (("batch", batch), ("seq", seq)):
+            if value is not None and name in own:
+                raise OptionError(f"--{name} {value}: {self.name} returns its own inputs; let it take `{name}`")
+        return batch or defaults[0], seq or defaults[1]
 
 
 def resolve(model: str) -> ModelSource:
@@ -189,14 +204,21 @@ def _from_function(module: str, function: str, name: str) -> ModelSource:
     if not callable(found):
         raise OptionError(f"MODEL {name}: not a function; it must return a model, or a model and its inputs")
 
-    def build(batch: int, seq: int, dtype: torch.dtype | None, blocks: int | None) -> tuple[nn.Module, Inputs]:
-        known = {"batch": batch, "seq": seq}
-        wanted = inspect.signature(found).parameters
+    taken = set(inspect.signature(found).parameters)
+
+    def call(**sizes: int) -> Any:
         with torch.device("meta"):
-            made = found(**{key: value for key, value in known.items() if key in wanted})
+            return found(**{key: value for key, value in sizes.items() if key in taken})
+
+    @functools.cache
+    def own_sizes() -> frozenset[str]:
+        return frozenset({"batch", "seq"} - taken if isinstance(call(batch=1, seq=8), tuple) else ())
+
+    def build(batch: int, seq: int, dtype: torch.dtype | None, blocks: int | None) -> tuple[nn.Module, Inputs]:
+        made = call(batch=batch, seq=seq)
         model, inputs = made if isinstance(made, tuple) else (made, torch.zeros(batch, seq, dtype=torch.int64))
         if not isinstance(model, nn.Module):
             raise OptionError(f"MODEL {name}: returned a {type(model).__name__} instead of a torch.nn.Module")
         return model if dtype is None else model.to(dtype), Inputs.of(inputs)
 
-    return ModelSource(name, build)
+    return ModelSource(name, build, own_sizes=own_sizes)

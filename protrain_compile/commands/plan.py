@@ -12,7 +12,7 @@ from protrain_compile.commands.arguments import at_least
 from protrain_compile.commands.cluster import Alone, add_ranks, linked, rank_lines, ranks_dict, worlds_of
 from protrain_compile.commands.families import FAMILIES, family
 from protrain_compile.commands.models import DTYPES, resolve
-from protrain_compile.commands.outlook import Machine, Step, Workload, largest, largest_batch, step_of
+from protrain_compile.commands.outlook import LARGEST_BATCH, Machine, Step, Workload, largest, largest_batch, step_of
 from protrain_compile.errors import BudgetError, OptionError
 from protrain_compile.profile import HardwareProfile
 from protrain_compile.report.plan_table import (
@@ -37,6 +37,9 @@ model and its inputs. Times are estimated from the machine's rates."""
 LEAST_BYTES = 11
 """Bytes of a parameter with its states, which no plan does without: 12, for names of models that are rounded."""
 
+DEFAULT_SIZES = (8, 1024)
+"""Batch and sequence."""
+
 USUAL_BYTES = 16
 """With its gradient and the model's activations, as a first guess."""
 
@@ -47,8 +50,8 @@ def add(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="what to train (see above)")
     parser.add_argument("--largest", metavar="FAMILY", help=f"find the largest of {', '.join(FAMILIES)} instead")
     parser.add_argument("--hardware", metavar="FILE", default="h200", help="a hardware profile, or h200 (the default)")
-    parser.add_argument("--batch", type=at_least(1), default=8, metavar="N", help="rows of a batch, of each rank (8)")
-    parser.add_argument("--seq", type=at_least(1), default=1024, metavar="N", help="tokens of a row (1024)")
+    parser.add_argument("--batch", type=at_least(1), metavar="N", help="rows of a batch, of each rank (8)")
+    parser.add_argument("--seq", type=at_least(1), metavar="N", help="tokens of a row (1024)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (bfloat16; a function's model: as it is)")
     parser.add_argument("--memory-budget", metavar="SIZE", help="device memory to use (all but 3%%)")
     parser.add_argument("--host-memory-budget", metavar="SIZE", help="host memory to use (all but 3%%)")
@@ -64,7 +67,8 @@ def execute(parsed: argparse.Namespace) -> int:
     machine = _machine(parsed)
     if parsed.largest is not None:
         return _run_largest(parsed, machine)
-    workload = Workload(resolve(parsed.model), parsed.batch, parsed.seq, DTYPES.get(parsed.dtype))
+    source = resolve(parsed.model)
+    workload = Workload(source, *source.sizes(parsed.batch, parsed.seq, DEFAULT_SIZES), DTYPES.get(parsed.dtype))
     step = step_of(workload, machine.hardware, machine.worlds[0].size)
     return _show(parsed, Outlook.of(workload, step, machine))
 
@@ -111,7 +115,7 @@ class Outlook:
     @classmethod
     def of(cls, workload: Workload, step: Step, machine: Machine) -> Outlook:
         """Plan a step, and look for the largest batch."""
-        most = largest_batch(workload, step, machine)
+        most = None if "batch" in workload.source.own_sizes() else largest_batch(workload, step, machine)
         try:
             solution, world = step.plan_in_world(machine)
             alone = Alone.of(step, machine) if world.size > 1 else None
@@ -119,13 +123,16 @@ class Outlook:
         except BudgetError as error:
             return cls(workload, machine, step, None, error, most)
 
-    def tokens_per_s(self, solution: Solution) -> float:
-        """Return on how many tokens a rank trains in a second."""
+    def tokens_per_s(self, solution: Solution) -> float | None:
+        """Return on how many tokens a rank trains in a second; None where the model's own inputs say how many."""
+        if self.workload.source.own_sizes():
+            return None
         return self.workload.batch * self.workload.seq / solution.prediction.step_ms * 1000
 
 
 def _run_largest(parsed: argparse.Namespace, machine: Machine) -> int:
     found = family(parsed.largest)
+    batch, seq = parsed.batch or DEFAULT_SIZES[0], parsed.seq or DEFAULT_SIZES[1]
     steps: dict[int, tuple[Workload, Step]] = {}
     room = (machine.device_bytes + machine.host_bytes) * machine.worlds[0].size
     counts = range(1, len(found.names) + 1)
@@ -133,13 +140,16 @@ def _run_largest(parsed: argparse.Namespace, machine: Machine) -> int:
     def fits(count: int) -> bool:
         if count > 1 and found.parameters(count - 1) * LEAST_BYTES > room:
             return False
-        workload = Workload(found.member(count - 1, parsed.seq), parsed.batch, parsed.seq, DTYPES.get(parsed.dtype))
+        workload = Workload(found.member(count - 1, seq), batch, seq, DTYPES.get(parsed.dtype))
         steps[count] = workload, step_of(workload, machine.hardware, machine.worlds[0].size)
         return steps[count][1].fits(machine)
 
     start = max((count for count in counts if found.parameters(count - 1) * USUAL_BYTES <= room), default=1)
     count = max(1, largest(fits, start, len(found.names)))
-    return _show(parsed, Outlook.of(*steps[count], machine))
+    status = _show(parsed, Outlook.of(*steps[count], machine))
+    if count < len(found.names) and not parsed.json:
+        print(f"next      the next size, {found.names[count]}, does not fit")
+    return status
 
 
 def _show(parsed: argparse.Namespace, outlook: Outlook) -> int:
@@ -149,7 +159,9 @@ def _show(parsed: argparse.Namespace, outlook: Outlook) -> int:
 
 def _lines(outlook: Outlook) -> list[str]:
     workload, machine = outlook.workload, outlook.machine
-    size = f"{outlook.step.parameters / 1e9:.3g} G parameters, batch {workload.batch} x {workload.seq} tokens"
+    own = workload.source.own_sizes()
+    inputs = "its own inputs" if own else f"batch {workload.batch} x {workload.seq} tokens"
+    size = f"{outlook.step.parameters / 1e9:.3g} G parameters, {inputs}"
     budgets = f"budget {format_size(machine.device_bytes)}, host {format_size(machine.host_bytes)}"
     lines = [f"protrain plan: {workload.source.name}, {size}, {machine.hardware.name}, {budgets}"]
     if outlook.solution is None:
@@ -164,7 +176,7 @@ def _lines(outlook: Outlook) -> list[str]:
     return [
         *lines,
         f"plan      {policies_text(plan.policies)}; {chunks}{divided}",
-        f"predicted {time_text(prediction, measured=False)}; {speed:,.0f} tokens/s",
+        f"predicted {time_text(prediction, measured=False)}" + (f"; {speed:,.0f} tokens/s" if speed else ""),
         *ranks,
         f"memory    {memory_text(prediction)}",
         _batch_line(outlook),
@@ -174,20 +186,24 @@ def _lines(outlook: Outlook) -> list[str]:
 
 
 def _batch_line(outlook: Outlook) -> str:
+    if "batch" in outlook.workload.source.own_sizes():
+        return "batch     that of its own inputs; the largest is not known"
     if outlook.most_rows is None:
         return "batch     the largest that fits is not known: steps of two batches differ in more than size"
     if outlook.most_rows == 0:
         return "batch     not even one row fits"
-    return f"batch     the largest that fits is {outlook.most_rows}"
+    more = "at least " if outlook.most_rows == LARGEST_BATCH else ""
+    return f"batch     the largest that fits is {more}{outlook.most_rows}"
 
 
 def _to_dict(outlook: Outlook) -> dict[str, Any]:
     workload, solution = outlook.workload, outlook.solution
+    own = workload.source.own_sizes()
     found: dict[str, Any] = {
         "model": workload.source.name,
         "parameters": outlook.step.parameters,
-        "batch": workload.batch,
-        "seq": workload.seq,
+        "batch": None if "batch" in own else workload.batch,
+        "seq": None if "seq" in own else workload.seq,
         "hardware": outlook.machine.hardware.name,
         "memory_budget_bytes": outlook.machine.device_bytes,
         "host_memory_budget_bytes": outlook.machine.host_bytes,

@@ -35,8 +35,8 @@ def add(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser("profile", help="measure a model's parts and the machine", description=DESCRIPTION)
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--batch", type=at_least(1), default=1, metavar="N", help="sequences (default: 1)")
-    parser.add_argument("--seq", type=at_least(1), default=1024, metavar="N", help="tokens of each (default: 1024)")
+    parser.add_argument("--batch", type=at_least(1), metavar="N", help="sequences (default: 1)")
+    parser.add_argument("--seq", type=at_least(1), metavar="N", help="tokens of each (default: 1024)")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the parameters (default: the model's)")
     parser.add_argument("--device", type=device, metavar="NAME", help="cpu, cuda or cuda:N (default: cuda if any)")
     parser.add_argument(
@@ -85,7 +85,8 @@ def _profile(parsed: argparse.Namespace) -> tuple[Program, Profile]:
     hardware = _load(parsed.hardware) if parsed.hardware is not None else None
     where = torch.device("cpu") if hardware is not None else _device(parsed)
     dtype = None if parsed.dtype is None else DTYPES[parsed.dtype]
-    model, inputs = resolve(parsed.model).build(parsed.batch, parsed.seq, dtype, None)
+    source = resolve(parsed.model)
+    model, inputs = source.build(*source.sizes(parsed.batch, parsed.seq, (1, 1024)), dtype, None)
     preparation = Preparation(where, None, HostBudget(), 1, None, None)
     program = trace_model(model, inputs, preparation, where).program
     if hardware is not None:

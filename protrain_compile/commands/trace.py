@@ -199,7 +199,7 @@ def _capture(model: nn.Module, inputs: Inputs) -> tuple[Program, Places]:
             cause = _innermost(error)
             if isinstance(cause, TraceError):
                 raise cause from None
-            raise TraceError(f"MODEL cannot be traced: {_first_line(cause)}") from error
+            raise TraceError(f"MODEL cannot be traced: {_reason(cause)}") from error
     return found[0]
 
 
@@ -216,6 +216,8 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error; of Dynamo's about an operation on its inputs, also what that one said."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((line for line in lines[1:] if "got RuntimeError" in line or "got TypeError" in line), "")
+    return ": ".join(filter(None, (type(error).__name__, *lines[:1], said)))

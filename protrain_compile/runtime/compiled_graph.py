@@ -263,6 +263,7 @@ class CompiledGraph:
             managed = managers.pop()
             assert isinstance(managed, ManagedModel)
             binding.managed = managed
+        self._planning.check_given(binding.managed)
         if self.plans_when_called:
             binding.sizes = tuple(arguments[i] for i in self._symbol_positions)
             self._plan(binding)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from protrain_compile.byte_text import format_size, parse_size
+from protrain_compile.byte_text import format_needed, format_size, parse_size
 from protrain_compile.errors import ProtrainError
 
 PROC = Path("/proc")
@@ -93,8 +93,8 @@ class HostBudget:
         least = min(limits, key=lambda limit: limit.available_bytes)
         if needed_bytes > least.available_bytes:
             raise HostMemoryError(
-                f"{purpose} needs {format_size(needed_bytes)} of host memory, but {format_size(least.available_bytes)} "
-                f"is available ({least.source}); {_advice(least.source)}"
+                f"{purpose} needs {format_needed(needed_bytes)} of host memory, but "
+                f"{format_size(least.available_bytes)} is available ({least.source}); {_advice(least.source)}"
             )
 
 

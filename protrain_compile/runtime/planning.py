@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from protrain_compile.artefacts import ArtefactSet
-from protrain_compile.byte_text import format_size
+from protrain_compile.byte_text import format_needed, format_size
 from protrain_compile.cost_model import Prediction, simulate
-from protrain_compile.errors import BudgetError
+from protrain_compile.errors import BudgetError, PlanError
 from protrain_compile.lowering import Choice
 from protrain_compile.managed import ManagedModel
 from protrain_compile.memory_model import standing_bytes, total
@@ -154,7 +154,7 @@ class Planning:
 
     def _plan(self, call: Call) -> Planned:
         managed = call.managed
-        given = self._options.plan or (managed.preparation.plan if managed is not None else None)
+        given = self._given(managed)
         unbounded = Planned(Decision(given or Plan.uniform()), DeviceBudget(None), self.device)
         if not call.together and not self.is_bounded(managed):
             return unbounded
@@ -183,6 +183,32 @@ class Planning:
                 raise _with_others(error, budget) from None
             decision = self._all_recomputed(shape, error)
         return Planned(decision, budget, self.device)
+
+    def _given(self, managed: ManagedModel | None) -> Plan | None:
+        return self._options.plan or (managed.preparation.plan if managed is not None else None)
+
+    def check_given(self, managed: ManagedModel | None) -> None:
+        """Refuse a plan for chunks where parameters are in none; say where a loss has no sliced form.
+
+        Raises:
+            PlanError: If the user's plan concerns chunks, and the model is not prepared.
+        """
+        given = self._given(managed)
+        if given is None:
+            return
+        if managed is None and given.concerns_chunks and self._trainable_bytes():
+            raise PlanError(
+                "plan: residency, sharding, buffers and chunk_bytes are about the chunks of a prepared model, and this "
+                "one is not: call protrain_compile.prepare before torch.compile, or leave them out"
+            )
+        outputs = map(fake_value, self._program.results[: self._program.num_outputs])
+        has_loss = any(isinstance(each, torch.Tensor) and each.dim() == 0 for each in outputs)
+        if given.loss == "sliced" and has_loss and "sliced" not in loss_forms(self._program, None):
+            log.warning(
+                "plan: loss='sliced', but no loss of %s can be computed in slices (its logits are needed whole, or it "
+                "is no cross-entropy over a last projection): it is computed whole",
+                self._program.name,
+            )
 
     def shape(self, call: Call, given: Plan | None, loss: Loss) -> StepShape:
         """Return the step of a call in numbers, with the loss computed in one form."""
@@ -282,7 +308,7 @@ def _with_others(error: BudgetError, budget: DeviceBudget) -> BudgetError:
         return error
     needed = error.needed_bytes + budget.other_bytes
     others = f"{format_size(budget.other_bytes)} that others hold or will (the optimizer of a model without prepare)"
-    return BudgetError(f"{error}. With {others}, memory_budget must be {format_size(needed)}", needed)
+    return BudgetError(f"{error}. With {others}, memory_budget must be {format_needed(needed)}", needed)
 
 
 def _fixed(managed: ManagedModel | None) -> Fixed | None:

@@ -169,7 +169,7 @@ def rule_of_group(optimizer_type: type, group: Mapping[str, Any]) -> UpdateRule:
         OptionError: For another optimizer or an option that has no equivalent here; the message names it.
     """
     if group.get("differentiable"):
-        raise OptionError("optimizer: differentiable=True is not supported by protrain.prepare; leave it out")
+        raise OptionError("optimizer: differentiable=True is not supported by protrain_compile.prepare; leave it out")
     if optimizer_type in (torch.optim.Adam, torch.optim.AdamW):
         decoupled = optimizer_type is torch.optim.AdamW or bool(group.get("decoupled_weight_decay", False))
         return AdamRule(
@@ -192,8 +192,9 @@ def rule_of_group(optimizer_type: type, group: Mapping[str, Any]) -> UpdateRule:
             maximize=bool(group["maximize"]),
         )
     raise OptionError(
-        f"optimizer: {optimizer_type.__module__}.{optimizer_type.__qualname__} is not supported by protrain.prepare; "
-        "pass torch.optim.Adam, torch.optim.AdamW or torch.optim.SGD, or train without prepare"
+        f"optimizer: {optimizer_type.__module__}.{optimizer_type.__qualname__} is not supported by "
+        "protrain_compile.prepare; pass torch.optim.Adam, torch.optim.AdamW or torch.optim.SGD, or train without "
+        "prepare"
     )
 
 

@@ -17,7 +17,7 @@ from protrain_compile import Plan
 from protrain_compile.commands.models import resolve
 from protrain_compile.commands.outlook import Workload, step_of
 from protrain_compile.cost_model import Prediction, simulate
-from protrain_compile.errors import BudgetError, OptionError
+from protrain_compile.errors import BudgetError, OptionError, PlanError
 from protrain_compile.profile import HardwareProfile
 from protrain_compile.roles import RECOMPUTES
 from protrain_compile.runtime.planning import Planning
@@ -284,3 +284,23 @@ def test_logits_are_the_peak() -> None:
     logits = 8 * 512 * 151936 * 2
     assert "epilogue" in found.peak_at
     assert found.device_bytes["activations"] + found.device_bytes["inside calls"] >= 3 * logits
+
+
+@pytest.mark.parametrize("given", [{"residency": "offloaded"}, {"sharding": "parameters"}])
+def test_a_plan_for_chunks_needs_a_prepared_model(given: dict[str, str]) -> None:
+    plan = protrain_compile.Plan.uniform("keep", **given)
+    compiled = compile_model(light.GPT(2), plan=plan)
+    with pytest.raises(PlanError, match=r"one is not: call protrain_compile\.prepare"):
+        compiled(tokens(2, 16))
+
+
+def test_a_loss_that_cannot_be_sliced_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Square(light.GPT):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    compile_model(Square(2), plan=protrain_compile.Plan.uniform("keep", loss="sliced"))(tokens(2, 16))
+    assert "no loss of Square can be computed in slices" in caplog.text

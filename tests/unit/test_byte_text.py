@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from protrain_compile.byte_text import format_size, parse_size
+from protrain_compile.byte_text import format_needed, format_size, parse_size
 from protrain_compile.errors import OptionError
 
 GIB = 1 << 30
@@ -37,3 +37,12 @@ def test_bad_sizes_name_the_argument_and_the_units(bad: Any) -> None:
 
 def test_format_size() -> None:
     assert (format_size(20 * GIB), format_size(512 << 20)) == ("20.00 GiB", "512.0 MiB")
+
+
+@pytest.mark.parametrize("size", [1, 1023, 1025, 2_400_001, (1 << 30) - 1, (1 << 30) + 1, 137_580_001, 24 * GIB + 17])
+def test_what_is_needed_is_enough_when_it_is_passed(size: int) -> None:
+    assert size <= parse_size(format_needed(size), "memory_budget") <= size * 1.1
+
+
+def test_small_sizes_are_not_nothing() -> None:
+    assert (format_size(17), format_size(1536), format_size(2000)) == ("17 B", "1.5 KiB", "2.0 KiB")

@@ -118,3 +118,22 @@ def test_transformers_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(OptionError, match="pip install transformers"):
         resolve("gpt2")
+
+
+def build_own() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(4, 3), torch.zeros(2, 4)
+
+
+def test_a_function_with_inputs_of_its_own_decides_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("made_here")
+    for function in (build_light, build_with_inputs, build_own):
+        setattr(module, function.__name__, function)
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    for name in ("build_light", "build_with_inputs"):
+        assert resolve(f"made_here:{name}").sizes(3, None, (8, 16)) == (3, 16)
+    own = resolve("made_here:build_own")
+    assert own.own_sizes() == {"batch", "seq"}
+    assert own.sizes(None, None, (8, 16)) == (8, 16)
+    with pytest.raises(OptionError, match=r"--batch 64: made_here:build_own returns its own inputs; let it take"):
+        own.sizes(64, None, (8, 16))
+    assert resolve(TINY).own_sizes() == frozenset()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 from support.made_shapes import MB, Stack
+from torch import Tensor, nn
 
 from protrain_compile import cli
 from protrain_compile.chunks import ChunkLayout
@@ -162,3 +166,35 @@ def test_names_of_a_family_tell_their_sizes(family_name: str, sizes: tuple[float
     counts = [found.parameters(index) for index in range(len(found.names))]
     assert (counts[0], counts[-1]) == sizes
     assert counts == sorted(counts)
+
+
+class Blocks(nn.Module):
+    """Returns the mean square of what its blocks make of vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_of_inputs_of_its_own_no_tokens_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("made_here")
+    module.own = lambda: (Blocks(), torch.zeros(4, 8))  # type: ignore[attr-defined]
+    module.lost = Blocks  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    assert cli.main(["plan", "made_here:own"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "its own inputs" in lines[0]
+    assert "tokens" not in "".join(lines)
+    assert lines[4] == "batch     that of its own inputs; the largest is not known"
+    assert cli.main(["plan", "made_here:own", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["batch"], found["seq"], found["tokens_per_s"], found["largest_batch"]) == (None, None, None, None)
+    assert cli.main(["plan", "made_here:lost", "--batch", "2", "--seq", "16"]) != 0
+    assert "[2, 16] X [8, 8]" in capsys.readouterr().err

@@ -77,5 +77,5 @@ def test_memory_that_grew_elsewhere_is_told_in_numbers() -> None:
 
 def test_without_figures_of_the_device() -> None:
     error = DeviceBudget(None).explain(RuntimeError(""), GIB, None)
-    with pytest.raises(DeviceMemoryError, match=r"planned to peak at 1\.00 GiB, 0\.0 MiB of it held by others\. Free"):
+    with pytest.raises(DeviceMemoryError, match=r"planned to peak at 1\.00 GiB, 0 B of it held by others\. Free"):
         raise error

@@ -118,3 +118,11 @@ def test_options_are_not_modified() -> None:
     given = {"plan": '{"uniform_policy": "keep"}', "schedule": None}
     Options.parse(given)
     assert given == {"plan": '{"uniform_policy": "keep"}', "schedule": None}
+
+
+def test_a_misspelt_schedule_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=r"schedule='prnt': did you mean 'print'\? .*\./prnt"):
+        Options.parse({"schedule": "prnt"})
+    for file in ("./prnt", "print.txt"):
+        assert Options.parse({"schedule": file}).schedule == file

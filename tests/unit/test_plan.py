@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -112,3 +113,25 @@ def test_open_policies_are_the_planners() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.policies is None
     assert plan.fit(("a", "b")).policies == ("keep", "keep")
+
+
+@pytest.mark.parametrize("name", ["policies", "residency", "sharding", "blocks"])
+@pytest.mark.parametrize("value", ["keep", 3])
+def test_what_is_no_list_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(PlanError, match=rf"plan: {name}={value!r}: give a list of names"):
+        Plan(**{name: value})
+
+
+def test_a_policy_in_place_of_a_plan_is_met_with_how_to_write_it() -> None:
+    with pytest.raises(PlanError, match=r"not JSON.*Plan\.uniform\('recompute'\)"):
+        Plan.from_json("recompute")
+    with pytest.raises(PlanError, match="not JSON"):
+        Plan.from_json(None)  # type: ignore[arg-type]
+
+
+def test_what_concerns_chunks() -> None:
+    assert not Plan.uniform("keep", loss="sliced").concerns_chunks
+    for given in ({"residency": "split"}, {"sharding": "states"}):
+        assert Plan.uniform("keep", **given).concerns_chunks  # type: ignore[arg-type]
+    assert Plan(buffers=3).concerns_chunks
+    assert Plan(chunk_bytes=100).concerns_chunks
