@@ -88,7 +88,7 @@ def test_budgets_are_kept() -> None:
             budget = error.needed_bytes
             predicted, peak, _ = planned(budget)
         assert peak <= budget
-        assert predicted == pytest.approx(peak, rel=0.03)
+        assert predicted == pytest.approx(peak, rel=0.03)  # what the reserve covers
 
 
 def test_a_cap_of_the_process_is_a_budget() -> None:

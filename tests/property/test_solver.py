@@ -23,7 +23,7 @@ from protrain_compile.profile import Profile
 from protrain_compile.rank_shape import divided, sharding_choices
 from protrain_compile.roles import SWAPS
 from protrain_compile.shards import World
-from protrain_compile.solver import STAY_SHARE, Key, fits, search, time_cell
+from protrain_compile.solver import STAY_SHARE, Key, Solution, fits, search, time_cell
 from protrain_compile.step_shape import CallShape, StepShape
 from protrain_compile.time_bounds import TimeBounds
 
@@ -70,6 +70,18 @@ def budgets(plans: list[tuple[Key, float, int, Plan]], draw: random.Random) -> t
     return device, draw.choice((hosts[-1], draw.choice(hosts), draw.randint(hosts[0], hosts[-1])))
 
 
+def search_within(shape: StepShape, profile: Profile, device: int, host: int, *, feasible: bool) -> Solution | None:
+    """Return what is found, which keeps the budgets; None where nothing fits, and the search says so."""
+    if not feasible:
+        with pytest.raises(BudgetError):
+            search(shape, profile, device_bytes=device, host_bytes=host)
+        return None
+    found = search(shape, profile, device_bytes=device, host_bytes=host)
+    assert found.prediction.peak_bytes <= device
+    assert found.prediction.host_bytes <= host
+    return found
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seeds)
 def test_equals_brute_force(seed: int) -> None:
@@ -77,13 +89,9 @@ def test_equals_brute_force(seed: int) -> None:
     plans = everything(shape, profile)
     device, host = budgets(plans, draw)
     fitting = [each for each in plans if each[0][1] <= device and each[2] <= host]
-    if not fitting:
-        with pytest.raises(BudgetError):
-            search(shape, profile, device_bytes=device, host_bytes=host)
+    found = search_within(shape, profile, device, host, feasible=bool(fitting))
+    if found is None:
         return
-    found = search(shape, profile, device_bytes=device, host_bytes=host)
-    assert found.prediction.peak_bytes <= device
-    assert found.prediction.host_bytes <= host
     assert found.simulated <= len(plans) + 2
     best = min(fitting, key=lambda each: each[:2])
     if set(SWAPS) & set(found.plan.policies or ()):
@@ -110,13 +118,9 @@ def test_equals_brute_force_with_ranks(seed: int) -> None:
     assert len(levels) == (2 if shape.micro_batches == 1 else 3)
     device, host = budgets([plan for plans in levels.values() for plan in plans], draw)
     fitting = {each: [p for p in plans if p[0][1] <= device and p[2] <= host] for each, plans in levels.items()}
-    if not any(fitting.values()):
-        with pytest.raises(BudgetError):
-            search(shape, profile, device_bytes=device, host_bytes=host)
+    found = search_within(shape, profile, device, host, feasible=any(fitting.values()))
+    if found is None:
         return
-    found = search(shape, profile, device_bytes=device, host_bytes=host)
-    assert found.prediction.peak_bytes <= device
-    assert found.prediction.host_bytes <= host
     least = min(min(ms for _, ms, *_ in plans) for plans in fitting.values() if plans)
     assert found.prediction.step_ms <= least * (1 + STAY_SHARE) ** 2 * 1.002
     assert found.plan.residency is not None

@@ -367,7 +367,8 @@ def searched_plans_equal_one_rank() -> str:
     assert set(found.residency or ()) != {"persistent"}
     assert found.residency == spec.residency
     assert found.sharding == residency_of(ours).store.division.sharding
-    assert planned.prediction.host_bytes == pytest.approx(spec.host_bytes(), rel=0.02)
+    # Every part of a slab starts at a multiple of 256 bytes.
+    assert planned.prediction.host_bytes == pytest.approx(spec.host_bytes(), abs=256 * len(spec.layout.chunks))
     return found.to_json()
 
 
@@ -387,7 +388,8 @@ def longer_sequences_are_planned_anew() -> int:
         ours.step(seed)
         sum(plain.called(tokens(seed, each)) / size for each in range(size)).backward()
         plain.update()
-    assert_same_values(ours.model, plain.model, rtol=2e-4)
+    # The last norm's bias begins at zero and is of the size of four steps: its differences are 4e-5 of it.
+    assert_same_values(ours.model, plain.model, rtol=1e-4)
     parts = protrain_compile.schedule(ours.called).parts
     return max((part.schedule.plan.policies or ()).count("recompute") for part in parts)
 

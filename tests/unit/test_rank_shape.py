@@ -56,7 +56,7 @@ def test_traffic_is_that_of_zero(ranks: int) -> None:
 
 
 def test_bytes_of_a_rank() -> None:
-    """Parameters, gradients and states of ZeRO's three stages, and the host's share."""
+    """Parameters, gradients and states of ZeRO's three stages, and the host's share, but for padding."""
     for ranks in (2, 4):
         found = {each: predict(World(ranks), "persistent", each).device_bytes for each in SHARDINGS}
         for kinds in found.values():
