@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+import operator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ HEAVY_NAMES = frozenset(
 """Operations that dominate a transformer's time; attention kernels are recognised by their name's ending."""
 
 ROUTING_OPS = frozenset(
-    {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default, aten.nonzero.default}
+    {
+        *(aten.topk.default, aten.sort.default, aten.sort.stable, aten.nonzero.default),
+        *(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim),
+    }
 )
 """Decisions that a recompute must not make again: a tie broken the other way would send a token elsewhere."""
 
@@ -52,15 +56,20 @@ def is_backward_tagged(node: fx.Node) -> bool:
 def draws_randomness(node: fx.Node) -> bool:
     """Whether running the node twice may give two results because it draws random numbers.
 
-    Attention kernels carry the tag whatever their dropout; with a dropout of zero they are pure.
+    Attention kernels carry the tag whatever their dropout; with a dropout of zero they are pure. A higher-order
+    operator draws if an operator that it is given does (``auto_functionalized`` runs one that writes its arguments).
     """
     target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    if isinstance(target, HigherOrderOperator):
+        return any(isinstance(each, OpOverload) and _is_seeded(each) for each in node.args)
+    if not isinstance(target, OpOverload) or not _is_seeded(target):
         return False
     dropout = _argument(node, "dropout_p")
     return not (isinstance(dropout, int | float) and dropout == 0)
+
+
+def _is_seeded(target: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _argument(node: fx.Node, name: str) -> Any:
@@ -83,7 +92,7 @@ def is_effectful(node: fx.Node) -> bool:
 
 
 def never_recompute(node: fx.Node) -> bool:
-    """Whether the node's results must be saved rather than computed again."""
+    """Whether the node's results must be saved rather than computed again, its own or those of a graph that it runs."""
     if node.op != "call_function":
         return False
     return (
@@ -91,7 +100,16 @@ def never_recompute(node: fx.Node) -> bool:
         or is_effectful(node)
         or node.target in ROUTING_OPS
         or isinstance(node.target, RowLoop)  # it computes gradients, too
+        or any(never_recompute(inner) for inner in _inner_nodes(node))
     )
+
+
+def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes of the graphs that a higher-order operator (``cond``, say) is given."""
+    for source in node.all_input_nodes if isinstance(node.target, HigherOrderOperator) else ():
+        if source.op == "get_attr":
+            inner = operator.attrgetter(str(source.target))(node.graph.owning_module)
+            yield from inner.graph.nodes if isinstance(inner, fx.GraphModule) else ()
 
 
 def is_view(node: fx.Node) -> bool:

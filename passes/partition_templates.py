@@ -80,6 +80,7 @@ def partition(template: Template, *, inductor: bool, finer: bool = True) -> Part
     results = joint.graph.output_node().args[0]
     if len(results) == template.num_outputs:  # type: ignore[arg-type]
         return _forward_only(joint, template.num_outputs)
+    _save_what_runs_once(joint)
     static = [i for i, role in enumerate(template.input_roles) if role in ("parameter", "buffer")]
     halves = _independent_halves(joint, template.num_outputs)
     forward, backward = halves or compat.partition(joint, template.num_outputs, static)
@@ -103,6 +104,17 @@ def _independent_halves(joint: fx.GraphModule, num_outputs: int) -> tuple[fx.Gra
         if not _is_primal(node):
             forward.graph.erase_node(node)
     return forward, backward
+
+
+def _save_what_runs_once(joint: fx.GraphModule) -> None:
+    """Keep the partitioner from computing again in the backward what must run once.
+
+    It would do so with some decisions, which it holds for pointwise operations, and with draws inside the user's own
+    checkpoint regions, which it would wrap in generator-state bookkeeping.
+    """
+    once = filter(never_recompute, joint.graph.nodes)
+    for node in (*once, *unrepeatable_results(joint.graph)):
+        node.meta["recompute"] = compat.MUST_SAVE
 
 
 def _is_primal(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Pass seed_randomness: make random draws functions of seeds that the prologue makes, and never redraw the rest.
+"""Pass seed_randomness: make random draws functions of seeds that the prologue makes.
 
 Before, inside block i::
 
@@ -11,10 +11,8 @@ After, with the seeds of the whole graph drawn once in the prologue::
     u     = inductor_random(size, s_i, "rand")
 
 A block can then be recomputed without keeping its dropout masks. This needs Inductor's random kernels; with
-``compile="eager"`` (and with Inductor's ``fallback_random``) draws stay as they are and their results are saved.
-
-Draws inside the user's own checkpoint regions lose the tag that asks for recomputation, so that no partitioner
-wraps them in generator-state bookkeeping: a seeded draw is pure, and any other draw is saved.
+``compile="eager"`` (and with Inductor's ``fallback_random``) draws stay as they are and ``partition_templates`` has
+their results saved.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ import torch
 from torch import fx
 from torch._inductor import inductor_prims
 
-from passes.node_facts import draws_randomness
-from protrain_compile.compat import MUST_SAVE
 from protrain_compile.program import Program, fake_value
 
 aten = torch.ops.aten
@@ -47,20 +43,14 @@ class SeedRandomness:
         self.inductor_draws = inductor_draws
 
     def run(self, program: Program) -> bool:
-        """Rewrite the draws that Inductor can make from a seed; pin the others."""
-        changed = False
-        if self.inductor_draws:
-            by_device: dict[torch.device, list[fx.Node]] = collections.defaultdict(list)
-            for node in program.graph.graph.nodes:
-                if _can_be_seeded(node):
-                    by_device[fake_value(node).device].append(node)
-            for device, draws in by_device.items():
-                _seed(program, device, draws)
-            changed = bool(by_device)
-        for node in program.graph.graph.nodes:
-            if node.op == "call_function" and draws_randomness(node) and "recompute" in node.meta:
-                node.meta["recompute"] = MUST_SAVE
-        return changed
+        """Rewrite the draws that Inductor can make from a seed."""
+        by_device: dict[torch.device, list[fx.Node]] = collections.defaultdict(list)
+        for node in program.graph.graph.nodes if self.inductor_draws else ():
+            if _can_be_seeded(node):
+                by_device[fake_value(node).device].append(node)
+        for device, draws in by_device.items():
+            _seed(program, device, draws)
+        return bool(by_device)
 
 
 def _can_be_seeded(node: fx.Node) -> bool:

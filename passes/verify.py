@@ -66,12 +66,15 @@ def _check_stages(program: Program, pass_name: str) -> None:
 
 
 def _check_parts(template: Template, parts: Parts, pass_name: str) -> None:
-    for again in parts.recomputes.values():
-        for node in again.graph.graph.nodes:
-            if never_recompute(node):
-                raise VerifierError(
-                    f"after {pass_name}: {template.name} recomputes {node.name} ({node.target}), which must run once"
-                )
+    repeated = [node for again in parts.recomputes.values() for node in again.graph.graph.nodes]
+    if parts.backward is not None:
+        forward = {node.name for node in parts.forward.graph.nodes}
+        repeated += [node for node in parts.backward.graph.nodes if node.name in forward]
+    for node in repeated:
+        if never_recompute(node):
+            raise VerifierError(
+                f"after {pass_name}: {template.name} recomputes {node.name} ({node.target}), which must run once"
+            )
     placeholders = list(parts.forward.graph.find_nodes(op="placeholder"))
     derived = {
         node

@@ -110,6 +110,39 @@ def test_mask_of_the_backward_is_the_mask_of_the_forward(mode: str) -> None:
         assert not torch.equal(seen[0][0], seen[1][0]), "two blocks drew the same mask"
 
 
+class BranchBlock(nn.Module):
+    """Draws in a branch of a ``cond`` and in an operator of its own that writes its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        hidden = torch.cond(x.sum() < 1e9, lambda h: F.dropout(h, 0.5).sin(), lambda h: h.sin(), (hidden,))
+        mask = torch.empty_like(hidden)
+        torch.ops.protrain_tests.draw(mask)
+        return x + self.down((hidden * mask).sin())  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("protrain_tests::draw", mutates_args={"out"}, tags=[torch.Tag.nondeterministic_seeded])
+def draw(out: Tensor) -> None:
+    out.copy_(torch.rand_like(out))
+
+
+def test_draws_inside_higher_order_operators() -> None:
+    model = nn.Sequential(*(BranchBlock() for _ in range(3)))
+    compiled = compile_model(model)
+
+    def run(module: nn.Module) -> Tensor:
+        return module(torch.ones(2, 8)).square().mean()  # type: ignore[no-any-return]
+
+    keep = run_step(compiled, run, owner=model)
+    for policy in ("recompute", "swap_products"):
+        protrain_compile.schedule(compiled).use(Plan.uniform(policy))
+        assert_bitwise(run_step(compiled, run, owner=model), keep)
+
+
 def test_inductor_plans_agree() -> None:
     """Inductor draws from seeds; all plans draw the same, and with dropout off the model is eager's."""
     model = GPT(3, dropout=0.3)

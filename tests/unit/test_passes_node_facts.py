@@ -85,6 +85,29 @@ def test_effects_run_once(node: fx.Node) -> None:
     assert facts.never_recompute(node)
 
 
+def conditional(*operations: Any) -> fx.Node:
+    """Return a ``cond`` whose branches run ``operations`` on its argument."""
+    branch = Graph()
+    value = branch.input("x", 2)
+    for operation in operations:
+        value = branch.graph.call_function(operation, (value,))
+    graph = Graph()
+    x = graph.input("x", 2)
+    node = graph.graph.call_function(torch.ops.higher_order.cond, (True, graph.graph.get_attr("branch"), None, [x]))
+    graph.graph.output(node)
+    fx.GraphModule({"branch": branch.module(value)}, graph.graph)
+    return node
+
+
+def test_what_runs_once_inside_a_higher_order_operator() -> None:
+    assert facts.never_recompute(conditional(aten.sin.default, aten.bernoulli.default))
+    assert facts.never_recompute(conditional(aten.topk.default))
+    assert not facts.never_recompute(conditional(aten.sin.default))
+    functional = torch.ops.higher_order.auto_functionalized
+    assert facts.never_recompute(call(functional, args=(aten.bernoulli_.float,)))
+    assert not facts.never_recompute(call(functional, args=(aten.relu_.default,)))
+
+
 @pytest.mark.parametrize("target", sorted(facts.ROUTING_OPS, key=str), ids=str)
 def test_routing_runs_once(target: Any) -> None:
     node = call(target, (2,))

@@ -10,6 +10,7 @@ import torch
 from support.capture import Graph, capture
 from support.models import GPT, Llama, tokens
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from passes import structure_pipeline
 from passes.node_facts import draws_randomness, never_recompute
@@ -170,6 +171,21 @@ def test_views_and_casts_of_parameters_are_rebuilt(cast: bool) -> None:
     check_parts(template)
 
 
+def test_draws_in_a_checkpoint_region_are_saved() -> None:
+    """Although the region asks for them to be computed again."""
+    graph = Graph()
+    x, tangent = graph.input("primals_1", 3, 4), graph.input("tangents_1", 3, 4)
+    mask = graph.call(aten.bernoulli.p, graph.call(aten.sin.default, x), 0.5)
+    y, grad = graph.call(aten.mul.Tensor, x, mask), graph.call(aten.mul.Tensor, tangent, mask)
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = "is_backward" if node is grad else "is_forward"
+            node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0} if node is not grad else {}
+    parts = partition(Template("t0", graph.module(y, grad), ("value",), 1), inductor=False)
+    assert [node.name for node in results_of(parts.forward)[1:]] == [mask.name]
+    assert parts.pinned == {0}
+
+
 def test_a_template_without_a_backward() -> None:
     graph = Graph()
     x, unused = graph.input("primals_1", 4), graph.input("primals_2", 4)
@@ -182,13 +198,13 @@ def test_a_template_without_a_backward() -> None:
     assert unused in template.joint.graph.nodes, "the template itself stays as it is"
 
 
-def routed() -> Parts:
-    """Return the parts of ``values = topk(relu(x), 2)`` scattered back in the backward."""
+def routed(decide: Any, *arguments: Any, chosen: tuple[int, ...]) -> Parts:
+    """Return the parts of ``values = decide(relu(x))`` scattered back in the backward."""
     graph = Graph()
-    x, tangent = graph.input("primals_1", 3, 4), graph.input("tangents_1", 3, 2)
+    x, tangent = graph.input("primals_1", 3, 4), graph.input("tangents_1", *chosen)
     relu = graph.call(aten.relu.default, x)
-    top = graph.graph.call_function(aten.topk.default, (relu, 2))
-    top.meta["val"] = (graph.tensor(3, 2), graph.tensor(3, 2, dtype=torch.int64))
+    top = graph.graph.call_function(decide, (relu, *arguments))
+    top.meta["val"] = (graph.tensor(*chosen), graph.tensor(*chosen, dtype=torch.int64))
     items = []
     for i in range(2):
         items.append(graph.graph.call_function(operator.getitem, (top, i)))
@@ -207,10 +223,14 @@ def routed() -> Parts:
     return partition(template, inductor=False)
 
 
-def test_routing_decisions_are_pinned() -> None:
-    parts = routed()
+@pytest.mark.parametrize(
+    ("decide", "arguments", "chosen"), [(aten.topk.default, (2,), (3, 2)), (aten.max.dim, (1, True), (3, 1))], ids=str
+)
+def test_routing_decisions_are_pinned(decide: Any, arguments: tuple[Any, ...], chosen: tuple[int, ...]) -> None:
+    parts = routed(decide, *arguments, chosen=chosen)
     saved = results_of(parts.forward)[parts.num_outputs :]
     pinned = [saved[i] for i in parts.pinned]
     assert any(fake_value(node).dtype == torch.int64 for node in pinned)
-    for recompute in parts.recomputes.values():
-        assert not any(never_recompute(node) for node in recompute.graph.graph.nodes)
+    assert parts.backward is not None
+    for module in (parts.backward, *(recompute.graph for recompute in parts.recomputes.values())):
+        assert not any(never_recompute(node) for node in module.graph.nodes)

@@ -1,4 +1,4 @@
-"""seed_randomness: draws become functions of seeds from the prologue, or are pinned."""
+"""seed_randomness: draws become functions of seeds from the prologue, or stay."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 import torch
 from support.capture import capture
-from support.light import GPT, WIDTH, Block
+from support.light import GPT, WIDTH
 from support.models import tokens
 from torch import Tensor, fx, nn
 from torch._inductor import inductor_prims
-from torch.utils.checkpoint import checkpoint
 
 from passes.node_facts import draws_randomness
 from passes.seed_randomness import SeedRandomness
 from passes.tag_blocks import TagBlocks
 from passes.verify import verify_program
-from protrain_compile.compat import MUST_SAVE
 from protrain_compile.program import Program, fake_value
 
 aten = torch.ops.aten
@@ -124,18 +122,3 @@ def test_shape_and_type_stay(draw: Any, target: Any, dtype: torch.dtype) -> None
 def test_other_draws_stay() -> None:
     program, changed = seeded(Noise(lambda x: torch.bernoulli(torch.full_like(x, 0.5))), torch.randn(3, WIDTH))
     assert any(draws_randomness(node) for node in program.calls()) or changed
-
-
-def test_draws_in_a_checkpoint_lose_the_wish_to_be_recomputed() -> None:
-    class Checkpointed(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-    model = GPT(0)
-    model.blocks.extend(Checkpointed(dropout=0.1) for _ in range(2))
-    program, _ = seeded(model, tokens(), inductor_draws=False)
-    draws = [node for node in program.calls() if node.op == "call_function" and draws_randomness(node)]
-    marked = [node.meta["recompute"] for node in draws if "recompute" in node.meta]
-    assert draws
-    assert marked
-    assert set(marked) == {MUST_SAVE}

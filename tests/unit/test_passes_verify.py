@@ -14,7 +14,7 @@ from torch import fx
 
 from passes.verify import VerifierError, verify_program, verify_schedule
 from protrain_compile import ProtrainError, ops
-from protrain_compile.program import GraphInput, InputKind, Parts, Program, Recompute, Stage, Template
+from protrain_compile.program import GraphInput, InputKind, Parts, Program, Recompute, Ref, Stage, Template
 from protrain_compile.schedule import Operation, Schedule, operation_of
 
 aten = torch.ops.aten
@@ -118,6 +118,21 @@ def test_a_recompute_of_what_must_run_once(target: Any, arguments: tuple[Any, ..
     )
     with pytest.raises(VerifierError, match=r"after split: t0 recomputes \w+ \(aten.*\), which must run once"):
         verify_program(with_parts(parts, ("value",)), "split")
+
+
+def test_a_backward_that_draws_again_what_the_forward_drew() -> None:
+    def draw(name: str) -> fx.GraphModule:
+        graph = Graph()
+        x = graph.input("primals_1", 4)
+        node = graph.call(aten.bernoulli.default, x)
+        node.name = name
+        return graph.module(node)
+
+    parts = Parts(draw("mask"), (0,), 1, backward=draw("mask"), backward_inputs=(Ref("input", 0),))
+    with pytest.raises(VerifierError, match="t0 recomputes mask"):
+        verify_program(with_parts(parts, ("value",)), "split")
+    # A draw of the backward's own.
+    verify_program(with_parts(dataclasses.replace(parts, backward=draw("other")), ("value",)), "split")
 
 
 @pytest.fixture
