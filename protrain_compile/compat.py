@@ -347,6 +347,17 @@ def inductor_settings() -> str:
     return inductor_config.get_hash().hex()
 
 
+def arithmetic_settings() -> list[str | bool]:
+    """Return the settings of PyTorch that the speed of kernels depends on, however the user set them."""
+    products = torch.backends.cuda.matmul
+    return [
+        products.fp32_precision,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+    ]
+
+
 def use_expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
     """Let PyTorch's CUDA allocator grow its segments, which leaves fewer gaps; return whether it was told to.
 

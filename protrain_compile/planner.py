@@ -75,11 +75,13 @@ class Decision:
         plan: The policy of every block; for a prepared model the residency of every chunk, and the buffers.
         prediction: What a step costs; None where nothing bounds memory.
         measured: Whether the prediction's times come from measurements on the device.
+        fits_by_far: Whether memory is so plentiful that an estimate says so.
     """
 
     plan: Plan
     prediction: Prediction | None = None
     measured: bool = False
+    fits_by_far: bool = False
 
 
 def decide(
@@ -96,7 +98,7 @@ def decide(
         shape: The step.
         budgets: What it may use.
         given: What the user wants, or None; what it leaves open is decided.
-        estimate: Returns an estimated profile; its times are not used.
+        estimate: Returns an estimated profile, of which bytes alone are used, where nothing is compared with the plan.
         measure: Returns the profile to search with.
         fixed: What was decided for an earlier shape of the same model.
 
@@ -108,20 +110,24 @@ def decide(
     resident = complete(shape, given, fixed)
     if budgets.device_bytes is None:
         return Decision(resident)
-    prediction = simulate(shape, estimate(), resident)
+    profile = estimate()
+    prediction = simulate(shape, profile, resident)
     fits_by_far = prediction.peak_bytes <= FITS_BY_FAR * budgets.device_bytes
     if fits_by_far or (is_decided(shape, given, fixed) and not budgets.are_given):
-        return Decision(resident, prediction)
+        return Decision(resident, prediction, _is_measured(profile), fits_by_far)
     profile = measure()
     if is_decided(shape, given, fixed):
         prediction = simulate(shape, profile, resident)
         _check_given(shape, prediction, budgets.device_bytes)
-        return Decision(resident, prediction)
+        return Decision(resident, prediction, _is_measured(profile))
     wanted = constraint(given, fixed)
     solution = search(shape, profile, device_bytes=budgets.device_bytes, host_bytes=budgets.host_bytes, given=wanted)
     verify_fit(solution.prediction, budgets)
-    measured = all(template.measured for template in profile.templates)
-    return Decision(solution.plan.fit(shape.block_names), solution.prediction, measured)
+    return Decision(solution.plan.fit(shape.block_names), solution.prediction, _is_measured(profile))
+
+
+def _is_measured(profile: Profile) -> bool:
+    return all(template.measured for template in profile.templates)
 
 
 def _check_given(shape: StepShape, prediction: Prediction, device_bytes: int) -> None:
@@ -253,12 +259,13 @@ def loss_forms(program: Program, given: Plan | None) -> tuple[Loss, ...]:
     return LOSSES if any(index in program.sliced for index in program.template_of) else LOSSES[:1]
 
 
-def decide_with_loss(forms: Sequence[Loss], decide_form: Callable[[Loss], Decision]) -> Decision:
+def decide_with_loss(forms: Sequence[Loss], decide_form: Callable[[Loss, bool], Decision]) -> Decision:
     """Return the best decision over the forms of the loss; a later form only where memory is short without it.
 
     Args:
         forms: The forms to choose from.
-        decide_form: Returns the decision for a form; its plan need not name it.
+        decide_form: Returns the decision for a form, and is told whether its times will be compared with those of
+            another; its plan need not name the form.
 
     Raises:
         BudgetError: If no plan fits in any form; it names the smallest budget of all.
@@ -267,14 +274,14 @@ def decide_with_loss(forms: Sequence[Loss], decide_form: Callable[[Loss], Decisi
     refused: BudgetError | None = None
     for form in forms:
         try:
-            found = decide_form(form)
+            found = decide_form(form, form != forms[0])
         except BudgetError as error:
             refused = error if refused is None else min(refused, error, key=lambda each: each.needed_bytes)
             continue
         found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, loss=form))
         if best is None or _is_better(found, best):
             best = found
-        if _keeps_all(best.plan):
+        if best.fits_by_far or _keeps_all(best.plan):
             break
     if best is None:
         assert refused is not None

@@ -244,5 +244,7 @@ def _mixed(first: Any, second: Any, share: float, name: str = "") -> Any:
         return tuple(_mixed(a, b, share, name) for a, b in zip(first, second, strict=True))
     if not name.endswith(("bytes", "ms", "launches")) or not isinstance(first, int | float):
         raise NotAlikeError
-    value = max(0.0, first + (second - first) * share)
+    value = first + (second - first) * share
+    if name != "workspace_bytes":  # which is below 0 where memory of what dies in a call serves what it makes
+        value = max(0.0, value)
     return math.ceil(value) if isinstance(first, int) else value

@@ -29,6 +29,7 @@ from protrain_compile.profiler.hardware import device_bytes, device_name
 from protrain_compile.program import Template, fake_value
 from protrain_compile.row_loop import RowLoop
 from protrain_compile.sizes import hint
+from protrain_compile.updates.threads import update_threads
 
 log = logging.getLogger("protrain_compile.profiler")
 
@@ -68,8 +69,8 @@ def cached(
 
 
 def hardware_key(device: torch.device) -> str:
-    """Return the key of the HardwareProfile of ``device``."""
-    return f"hardware-{_digest(_environment(device))}"
+    """Return the key of the HardwareProfile of ``device``, for the host threads that this process updates with."""
+    return f"hardware-{_digest([_environment(device), update_threads()])}"
 
 
 def template_key(template: Template, mode: CompileMode, device: torch.device, *, nodes: bool, launch_us: float) -> str:
@@ -83,9 +84,10 @@ def template_key(template: Template, mode: CompileMode, device: torch.device, *,
         launch_us: The machine's, in which launches are counted.
     """
     settings = compat.inductor_settings() if mode == "inductor" else ""
-    parts: list[Any] = [] if template.parts is None else list(template.parts.graphs())
-    parts += [] if template.parts is None else sorted(template.parts.held_tangents)
-    graph = [template.input_roles, template.num_outputs, parts, graph_text(template.joint)]
+    assert template.parts is not None
+    parts = {role: graph_text(module) for role, module in template.parts.graphs().items()}
+    held = sorted(template.parts.held_tangents)
+    graph = [template.input_roles, template.num_outputs, parts, held, graph_text(template.joint)]
     return f"template-{_digest([_environment(device), mode, settings, nodes, launch_us, graph])}"
 
 
@@ -136,6 +138,7 @@ def _environment(device: torch.device) -> dict[str, Any]:
         "driver": compat.cuda_driver_version(),
         "device": [device.type, device_name(device), device_bytes(device)],
         "host": [cores, threads],
+        "arithmetic": compat.arithmetic_settings(),
     }
 
 

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from protrain_compile.profile import HardwareProfile, NodeCost, Profile, TemplateProfile
 from protrain_compile.program import Program
 from protrain_compile.report.units import format_bytes
-from protrain_compile.roles import ROLES
+from protrain_compile.roles import RECOMPUTES, ROLES
 
 OPS_SHOWN = 12
 """Operations of a template that have a row of their own; the others share one."""
@@ -55,9 +55,10 @@ def _templates_table(program: Program, named: Sequence[tuple[str, TemplateProfil
 
 def _total(program: Program, templates: Sequence[TemplateProfile]) -> str:
     ms: dict[str, float] = dict.fromkeys(ROLES, 0.0)
-    for number in program.template_of:
+    for segment, number in zip(program.segments, program.template_of, strict=True):
         for role, cost in templates[number].parts.items():
-            ms[role] += cost.ms
+            is_run = role not in RECOMPUTES or segment.stage.kind == "block"
+            ms[role] += cost.ms if is_run else 0.0
     how = "measured" if all(found.measured for found in templates) else "estimated, not measured"
     kept = ms["forward"] + ms["backward"]
     return f"compute of a step, {how}: {kept:.1f} ms; everything recomputed: {kept + ms['recompute']:.1f} ms"

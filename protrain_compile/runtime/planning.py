@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -172,15 +173,16 @@ class Planning:
             managed.agreement.measure()
         measure = functools.partial(self.measure, managed)
 
-        def decide_form(form: Loss) -> Decision:
+        def decide_form(form: Loss, is_compared: bool) -> Decision:
             one = shape if form == forms[0] else self.shape(call, given, form)
-            return decide(one, budgets, given, self.estimate, measure, fixed)
+            # A measured time and an estimated one, of another machine's rates, tell nothing about each other.
+            return decide(one, budgets, given, measure if is_compared else self.estimate, measure, fixed)
 
         try:
             decision = decide_with_loss(forms, decide_form)
         except BudgetError as error:
             if managed is not None or self._options.memory_budget is not None:
-                raise _with_others(error, budget) from None
+                raise _with_others(error, budget, self._share(managed)) from None
             decision = self._all_recomputed(shape, error)
         return Planned(decision, budget, self.device)
 
@@ -262,10 +264,12 @@ class Planning:
 
     def _device_bytes(self, budget: DeviceBudget, managed: ManagedModel | None) -> int | None:
         usable = budget.usable_bytes
+        return None if usable is None else int(usable * self._share(managed))
+
+    def _share(self, managed: ManagedModel | None) -> float:
+        """Return what of the usable memory the call may have."""
         first = managed is not None and managed.layout is None
-        if usable is None or self._program.differentiable or not first:
-            return usable
-        return int(usable * UNSEEN_SHARE)
+        return UNSEEN_SHARE if first and not self._program.differentiable else 1.0
 
     def _host_bytes(self, managed: ManagedModel | None) -> int | None:
         if managed is None or managed.layout is not None:
@@ -302,13 +306,15 @@ class Planning:
         return Decision(Plan.uniform("recompute").fit(shape.block_names))
 
 
-def _with_others(error: BudgetError, budget: DeviceBudget) -> BudgetError:
-    """Return the error with what others hold added to the budget that it asks for."""
-    if error.budget != "memory_budget" or not budget.other_bytes:
+def _with_others(error: BudgetError, budget: DeviceBudget, share: float) -> BudgetError:
+    """Return the error with all that the budget which it asks for is for: what others hold, and what comes later."""
+    if error.budget != "memory_budget" or (not budget.other_bytes and share == 1.0):
         return error
-    needed = error.needed_bytes + budget.other_bytes
+    needed = math.ceil(error.needed_bytes / share) + budget.other_bytes
     others = f"{format_size(budget.other_bytes)} that others hold or will (the optimizer of a model without prepare)"
-    return BudgetError(f"{error}. With {others}, memory_budget must be {format_needed(needed)}", needed)
+    later = f"as much again for training, which has not begun ({share:.0%} are for an evaluation before it)"
+    parts = ([others] if budget.other_bytes else []) + ([later] if share < 1.0 else [])
+    return BudgetError(f"{error}. With {', and '.join(parts)}, memory_budget must be {format_needed(needed)}", needed)
 
 
 def _fixed(managed: ManagedModel | None) -> Fixed | None:

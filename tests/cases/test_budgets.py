@@ -163,6 +163,18 @@ def test_evaluation_first_leaves_room_for_training() -> None:
     assert run.prediction(1).peak_bytes <= budget
 
 
+def test_the_budget_that_an_evaluation_first_asks_for_is_enough() -> None:
+    """Training, of which nothing is known yet, has its share of it."""
+    rows = tokens(4 * 64, 128)
+    with torch.no_grad():
+        with pytest.raises(BudgetError, match="for training, which has not begun") as caught:
+            Run(MIB).compiled(rows)
+        enough = caught.value.needed_bytes
+        Run(enough).compiled(rows)
+        with pytest.raises(BudgetError):
+            Run(enough - MIB).compiled(rows)
+
+
 def test_a_new_shape_keeps_residency_and_plans_policies_again() -> None:
     """Case 20."""
     budget = int(0.6 * resident_peak())

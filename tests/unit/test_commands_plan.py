@@ -131,6 +131,7 @@ def test_mixing_takes_sizes_only() -> None:
     assert _mixed({"a_bytes": 1}, {"a_bytes": 3}, 0.5, "x_bytes") == {"a_bytes": 2}
     assert _mixed((10, 2.0), (20, 4.0), -0.5, "ms") == (5, 1.0)
     assert _mixed(10, 20, -3.0, "size_bytes") == 0
+    assert _mixed(-10, -20, 0.5, "workspace_bytes") == -15
     for first, second, name in ((1, 2, "segment"), ("a", "b", "size_bytes"), ((1,), (1, 2), "ms"), (1, 2.0, "ms")):
         with pytest.raises(NotAlikeError):
             _mixed(first, second, 0.5, name)

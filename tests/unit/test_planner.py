@@ -132,24 +132,42 @@ def decision(step_ms: float, peak_bytes: int, policy: str = "r") -> Decision:
 def test_a_loss_is_sliced_where_that_makes_the_step_faster() -> None:
     """Memory that the logits do not take keeps a block."""
     found = {"whole": decision(100.0, 10), "sliced": decision(90.0, 10)}
-    assert decide_with_loss(BOTH, found.__getitem__).plan.loss == "sliced"
+    assert decide_with_loss(BOTH, lambda form, _: found[form]).plan.loss == "sliced"
     found = {"whole": decision(90.0, 10), "sliced": decision(100.0, 5)}
-    assert decide_with_loss(BOTH, found.__getitem__).plan.loss == "whole"
+    assert decide_with_loss(BOTH, lambda form, _: found[form]).plan.loss == "whole"
 
 
 def test_of_equal_times_the_loss_with_less_memory_wins() -> None:
     found = {"whole": decision(100.0, 10), "sliced": decision(100.01, 5)}
-    assert decide_with_loss(BOTH, found.__getitem__).plan.loss == "sliced"
+    assert decide_with_loss(BOTH, lambda form, _: found[form]).plan.loss == "sliced"
 
 
 def test_a_model_that_fits_is_not_sliced() -> None:
     """The second form is not even looked at."""
     found = {"whole": decision(100.0, 10, "k")}
-    assert decide_with_loss(BOTH, found.__getitem__).plan.loss == "whole"
+    assert decide_with_loss(BOTH, lambda form, _: found[form]).plan.loss == "whole"
+
+
+def test_a_plan_that_fits_by_far_is_not_sliced() -> None:
+    """Its times are an estimate's, which are not compared with anything."""
+    found = {"whole": dataclasses.replace(decision(100.0, 10), fits_by_far=True)}
+    assert decide_with_loss(BOTH, lambda form, _: found[form]).plan.loss == "whole"
+
+
+def test_times_of_two_forms_are_of_one_kind() -> None:
+    """The first form is measured where it does not fit by far; so the second must be, though it might fit by far."""
+    asked = {}
+
+    def decide_form(form: Loss, is_compared: bool) -> Decision:
+        asked[form] = is_compared
+        return decision(100.0, 10)
+
+    decide_with_loss(BOTH, decide_form)
+    assert asked == {"whole": False, "sliced": True}
 
 
 def test_a_loss_that_fits_in_slices_only() -> None:
-    def decide_form(form: Loss) -> Decision:
+    def decide_form(form: Loss, is_compared: bool) -> Decision:
         if form == "whole":
             raise BudgetError("too little", 20)
         return decision(100.0, 10)
@@ -158,7 +176,7 @@ def test_a_loss_that_fits_in_slices_only() -> None:
 
 
 def test_the_smallest_budget_of_all_forms_is_named() -> None:
-    def decide_form(form: Loss) -> Decision:
+    def decide_form(form: Loss, is_compared: bool) -> Decision:
         raise BudgetError("too little", 20 if form == "whole" else 15)
 
     with pytest.raises(BudgetError) as caught:
@@ -175,7 +193,7 @@ def test_a_refusal_lets_go_of_the_model_at_once() -> None:
     def refused() -> weakref.ref[Model]:
         model = Model()
 
-        def decide_form(form: Loss) -> Decision:
+        def decide_form(form: Loss, is_compared: bool) -> Decision:
             raise BudgetError(f"too little for {model}", 20)
 
         with contextlib.suppress(BudgetError):
@@ -271,6 +289,23 @@ def test_a_whole_plan_is_followed_up_to_a_budget_that_was_set() -> None:
     assert caught.value.needed_bytes == pytest.approx(case.resident_mb * MB)
     for size in (case.resident_mb - 1, case.resident_mb):
         assert format_size(int(size * MB)) in str(caught.value)
+
+
+def test_what_was_measured_is_told() -> None:
+    """Also of a whole plan, and of one that fits by far: the printed times and the watch over the peak need it."""
+    case = Deciding()
+    profile = case.stack.profile()
+    templates = tuple(dataclasses.replace(each, measured=True) for each in profile.templates)
+    measured = dataclasses.replace(profile, templates=templates)
+    keep, tight = Plan.uniform("keep", "persistent"), Budgets(int(1.1 * case.resident_mb * MB), are_given=True)
+    for given, budgets, estimate, expected in (
+        (keep, tight, profile, (True, False)),
+        (None, tight, profile, (True, False)),
+        (None, Budgets(10**18), profile, (False, True)),
+        (None, Budgets(10**18), measured, (True, True)),
+    ):
+        found = decide(case.shape, budgets, given, lambda known=estimate: known, lambda: measured)  # type: ignore[misc]
+        assert (found.measured, found.fits_by_far) == expected
 
 
 def test_a_budget_that_is_too_small() -> None:

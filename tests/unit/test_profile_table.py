@@ -24,8 +24,10 @@ def test_templates_are_named_by_their_segments() -> None:
 def test_times_are_summed_over_the_blocks_of_a_step() -> None:
     program = gpt_program(3)
     part = {"forward": ArtefactCost(1.0, 2048, 7), "backward": ArtefactCost(2.0, -1)}
-    block = {**part, "recompute": ArtefactCost(0.5)}
-    profile = Profile(machine(), tuple(TemplateProfile(block if i == 1 else part, measured=True) for i in range(4)))
+    whole = {**part, "recompute": ArtefactCost(0.5)}  # only blocks are recomputed, though the epilogue could be
+    profile = Profile(
+        machine(), tuple(TemplateProfile(whole if i in (1, 2) else part, measured=True) for i in range(4))
+    )
     text = render_profile(program, profile)
     assert "block 0 to block 2 (3)  forward" in text
     line = next(line for line in text.splitlines() if line.startswith("block 0"))

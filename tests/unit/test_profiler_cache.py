@@ -101,6 +101,15 @@ def test_the_depth_of_the_model_does_not_matter_to_its_block() -> None:
     assert key_of(block_of(gpt_program(2))) == key_of(block_of(gpt_program(3)))
 
 
+def key_with_fast_products(template: Any) -> str:
+    products: Any = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        return key_of(template)
+    finally:
+        products.fp32_precision = before
+
+
 def test_the_key_changes_with_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     block = block_of(gpt_program())
     wider = block_of(schedule_of(GPT(2), tokens(batch=3)).program)
@@ -112,6 +121,9 @@ def test_the_key_changes_with_what_matters(monkeypatch: pytest.MonkeyPatch) -> N
         key_of(block, launch_us=6.0),
         key_of(dataclasses.replace(block, input_roles=("mutated", *block.input_roles[1:]))),
     ]
+    parts = block.parts
+    keys.append(key_of(dataclasses.replace(block, parts=dataclasses.replace(parts, backward=parts.forward))))
+    keys.append(key_with_fast_products(block))
     monkeypatch.setattr(compat, "inductor_settings", lambda: "others")
     keys.append(key_of(block, "inductor"))
     monkeypatch.setattr(compat, "cuda_driver_version", lambda: 13000)
@@ -158,6 +170,14 @@ def test_hardware_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [profile_hardware(CPU).name for _ in range(2)] == ["first", "first"]
     assert profile_hardware(CPU, refresh=True).name == "second"
     assert hardware_key(CPU).startswith("hardware-")
+
+
+def test_ranks_that_share_a_host_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each updates with fewer threads than one rank alone, whose rates would be far too good for it."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    alone = hardware_key(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert hardware_key(CPU) != alone
 
 
 def test_everything_is_compiled_before_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
