@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ class CompiledGraph:
         """
         schedule = self._write(plan, binding)
         if binding is not None and binding.managed is not None:
-            binding.managed.agreement.check(schedule)
+            binding.managed.agreement.check(schedule, self._identity(binding))
         return schedule
 
     def _write(self, plan: Plan, binding: Binding | None) -> Schedule:
@@ -285,7 +285,7 @@ class CompiledGraph:
 
     def _plan_with_others(self, binding: Binding, managed: ManagedModel) -> Planned:
         """Plan for a prepared model: all its ranks together at first, later each alone as far as the others allow."""
-        agreement, graph = managed.agreement, (self.program.block_names, self.program.differentiable)
+        agreement, graph = managed.agreement, self._identity(binding)
         call = dataclasses.replace(self._call(binding), together=agreement.is_new(graph))
         try:
             planned = self._planning.plan(call)
@@ -295,12 +295,25 @@ class CompiledGraph:
             agreement.refuse_plan(error, graph)
             raise
         plan = planned.decision.plan
-        agreed = agreement.plan(plan, graph)
+        agreed = agreement.plan(
+            plan,
+            graph,
+            self._planning.values_bytes(call),
+            lambda other: self._planning.follow(call, planned, other).lacking_bytes,
+        )
         if not call.together and plan != agreed and planned.prediction is not None:
-            if agreement.allows(self._write(plan, binding)):
+            if agreement.allows(self._write(plan, binding), graph):
                 return planned
             log.warning("a plan for these sizes would communicate otherwise than the other ranks do: the old one stays")
         return self._planning.follow(call, planned, agreed)
+
+    def _identity(self, binding: Binding) -> Hashable:
+        """Return what tells this graph and its parameters from others on every rank, whatever the sizes of a call.
+
+        A rank may have captured it anew for other sizes: only what no size changes counts.
+        """
+        places = tuple(sorted(self._call(binding).places.values()))
+        return self.program.block_names, self.program.differentiable, places, self.origin.break_place
 
     def _plan_sizes(self, binding: Binding, arguments: Sequence[Any]) -> None:
         """Plan anew where a call is larger than any before; the plan is then for the largest of every size."""

@@ -37,6 +37,7 @@ from protrain_compile.planner import (
     complete,
     decide,
     decide_with_loss,
+    is_decided,
     loss_forms,
 )
 from protrain_compile.profile import HardwareProfile, Profile
@@ -81,15 +82,32 @@ class Call:
 
 
 class Planned:
-    """What was decided for one schedule, and its watch while it runs."""
+    """What was decided for one schedule, and its watch while it runs.
 
-    def __init__(self, decision: Decision, budget: DeviceBudget, device: torch.device) -> None:
+    Args:
+        decision: The plan and its prediction.
+        budget: The device memory of this process.
+        device: The device.
+        limit_bytes: What the step may take on the device; None where nothing bounds it.
+    """
+
+    def __init__(
+        self, decision: Decision, budget: DeviceBudget, device: torch.device, limit_bytes: int | None = None
+    ) -> None:
         self.decision = decision
         self.budget = budget
         self.device = device
+        self.limit_bytes = limit_bytes
         self.watch: PeakWatch | None = None
         if decision.measured and decision.prediction is not None:
             self.watch = watch_of(device, decision.prediction.peak_bytes + budget.other_bytes, budget.reserve_bytes)
+
+    @property
+    def lacking_bytes(self) -> int:
+        """The budget that the step would need, if it exceeds what it may take; 0 if it does not."""
+        if self.prediction is None or self.limit_bytes is None or self.prediction.peak_bytes <= self.limit_bytes:
+            return 0
+        return self.prediction.peak_bytes + self.budget.other_bytes
 
     @property
     def prediction(self) -> Prediction | None:
@@ -159,6 +177,8 @@ class Planning:
         unbounded = Planned(Decision(given or Plan.uniform()), DeviceBudget(None), self.device)
         if not call.together and not self.is_bounded(managed):
             return unbounded
+        if call.together and managed is not None and self.device.type == "cuda":
+            managed.agreement.measure()  # before the budget: the ranks' connections take memory too
         forms, fixed = loss_forms(self._program, given), _fixed(managed)
         shape = self.shape(call, given, forms[0])
         budget = self._budget(shape, managed, fixed)
@@ -169,8 +189,6 @@ class Planning:
             budgets = managed.agreement.budgets(budgets)
         if budgets.device_bytes is None:
             return unbounded
-        if call.together and managed is not None and self.device.type == "cuda":
-            managed.agreement.measure()
         measure = functools.partial(self.measure, managed)
 
         def decide_form(form: Loss, is_compared: bool) -> Decision:
@@ -184,7 +202,8 @@ class Planning:
             if managed is not None or self._options.memory_budget is not None:
                 raise _with_others(error, budget, self._share(managed)) from None
             decision = self._all_recomputed(shape, error)
-        return Planned(decision, budget, self.device)
+        is_held = are_given or not is_decided(shape, given, fixed)
+        return Planned(decision, budget, self.device, budgets.device_bytes if is_held else None)
 
     def _given(self, managed: ManagedModel | None) -> Plan | None:
         return self._options.plan or (managed.preparation.plan if managed is not None else None)
@@ -277,6 +296,11 @@ class Planning:
         ranks = managed.preparation.ranks
         return managed.preparation.host_budget.available_bytes(sharers=1 if ranks is None else ranks.world.node_ranks)
 
+    def values_bytes(self, call: Call) -> int:
+        """Return the bytes of all values of a call's step, which tell long sequences from short ones."""
+        with sizes_at(self._symbols(call)):
+            return sum(life.size_bytes for life in self.shape(call, None, "whole").lives)
+
     def follow(self, call: Call, planned: Planned, plan: Plan) -> Planned:
         """Return what was planned with another plan in place of this rank's own, and what that one costs."""
         decision = planned.decision
@@ -288,7 +312,8 @@ class Planning:
                 shape = self.shape(call, plan, choose_loss(self._program, plan))
                 profile = self.measure(call.managed) if decision.measured else self.estimate()
                 prediction = simulate(shape, profile, complete(shape, plan, _fixed(call.managed)))
-        return Planned(Decision(plan, prediction, decision.measured), planned.budget, self.device)
+        followed = Decision(plan, prediction, decision.measured)
+        return Planned(followed, planned.budget, self.device, planned.limit_bytes)
 
     def predict(self, call: Call, plan: Plan) -> Prediction:
         """Return what a step of ``plan`` costs; on the device, its templates are profiled if they are not yet.

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -142,7 +142,7 @@ class Ranks:
 
     def least(self, value: int | None, what: str) -> int | None:
         """Return the least ``value`` of all ranks; None if every rank has none."""
-        return min((each for each in self._every(value, what) if each is not None), default=None)
+        return least_known(self._every(value, what))
 
     def exchange(self, text: str, what: str) -> list[str]:
         """Return every rank's ``text``, in order.
@@ -228,3 +228,8 @@ def _difference(what: str, rank: int, first: Sequence[str], other: Sequence[str]
         f"ranks differ in {what}: line {number + 1} of rank 0 is {texts[0]!r}, of rank {rank} {texts[1]!r}; every rank "
         "must build the same model and call it in the same order"
     )
+
+
+def least_known(values: Iterable[int | None]) -> int | None:
+    """Return the least of ``values`` that is not None; None if there is none."""
+    return min((each for each in values if each is not None), default=None)

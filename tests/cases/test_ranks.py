@@ -41,7 +41,8 @@ Outcomes = dict[str, list[Outcome]]
 def two_ranks() -> Outcomes:
     others = ("host_bytes", "all_ranks_follow_rank_0s_plan", "other_schedules_are_refused", "other_models_are_refused")
     planned = ("searched_plans_equal_one_rank", "longer_sequences_are_planned_anew", "one_rank_has_no_plan")
-    return run_world(2, "rank_checks", (*CHECKS, *others, *planned))
+    agreed = ("a_longer_first_sequence_decides_for_all", "each_piece_of_a_broken_graph_has_its_own_plan")
+    return run_world(2, "rank_checks", (*CHECKS, *others, *planned, *agreed))
 
 
 def assert_passed(outcomes: list[Outcome]) -> None:
@@ -103,6 +104,19 @@ def test_a_rank_plans_anew_for_longer_sequences(two_ranks: Outcomes) -> None:
     outcomes = two_ranks["longer_sequences_are_planned_anew"]
     assert_passed(outcomes)
     assert outcomes[0].result < outcomes[1].result
+
+
+def test_the_largest_first_step_decides_for_all_ranks(two_ranks: Outcomes) -> None:
+    """Within the budget on every rank, which rank 0's own plan would exceed on the last."""
+    outcomes = two_ranks["a_longer_first_sequence_decides_for_all"]
+    assert_passed(outcomes)
+    assert outcomes[0].result == outcomes[1].result > 0
+
+
+def test_pieces_of_a_broken_graph_are_planned_apart(two_ranks: Outcomes) -> None:
+    outcomes = two_ranks["each_piece_of_a_broken_graph_has_its_own_plan"]
+    assert_passed(outcomes)
+    assert [outcome.result for outcome in outcomes] == [["whole", "sliced"]] * 2
 
 
 @pytest.mark.parametrize("size", CHECKS_OF_SIZE)

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import protrain_compile
 from protrain_compile import Plan
 from protrain_compile.errors import BudgetError
+from protrain_compile.report.model_schedule import Part
 from protrain_compile.runtime.agreement import Agreement
 from protrain_compile.runtime.collective_rates import measure_collectives
 from protrain_compile.sharded_residency import ShardedResidency
@@ -374,24 +375,79 @@ def searched_plans_equal_one_rank() -> str:
 
 def longer_sequences_are_planned_anew() -> int:
     """The last rank meets sequences that fit only with recomputed blocks; it plans anew, and the others need not."""
+    return max(recomputed_blocks(first_long_seed=2))
+
+
+def a_longer_first_sequence_decides_for_all() -> int:
+    """The last rank begins with sequences that fit only with recomputed blocks: the others follow its plan at first."""
+    return recomputed_blocks(first_long_seed=0)[0]
+
+
+def recomputed_blocks(first_long_seed: int) -> list[int]:
+    """Train with sequences of 9 to 12 tokens, and 65 on the last rank from a seed on, in a budget for just those.
+
+    Returns:
+        After every step, the most blocks that a schedule of this rank recomputes.
+    """
 
     def tokens(seed: int, rank: int) -> Tensor:
-        length = 65 if seed >= 2 and rank == dist.get_world_size() - 1 else 9 + seed
+        length = 65 if seed >= first_long_seed and rank == dist.get_world_size() - 1 else 9 + seed
         return torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(seed))
 
     rank, size = dist.get_rank(), dist.get_world_size()
     model, plan = GPT(4), Plan(chunk_bytes=60_000, uniform_residency="offloaded", buffers=3)
-    longest = smallest_budget(model, lambda _: torch.zeros(2, 65, dtype=torch.int64), plan)
-    ours = prepared(model, plan, data=lambda seed: tokens(seed, rank), memory_budget=longest + 200_000)
-    plain = eager(model)
+    budget = smallest_budget(model, lambda _: torch.zeros(2, 65, dtype=torch.int64), plan) + 200_000
+    ours = prepared(model, plan, data=lambda seed: tokens(seed, rank), memory_budget=budget)
+    plain, counts, peaks = eager(model), [], []
     for seed in range(4):
         ours.step(seed)
+        parts = protrain_compile.schedule(ours.called).parts
+        counts.append(max((part.schedule.plan.policies or ()).count("recompute") for part in parts))
+        peaks += map(predicted_peak, parts)
         sum(plain.called(tokens(seed, each)) / size for each in range(size)).backward()
         plain.update()
     # The last norm's bias begins at zero and is of the size of four steps: its differences are 4e-5 of it.
     assert_same_values(ours.model, plain.model, rtol=1e-4)
+    assert max(peaks) <= budget
+    return counts
+
+
+def predicted_peak(part: Part) -> int:
+    """Return what the plan of a part of a schedule is predicted to take."""
+    planned = part.graph.planned(part.schedule)
+    assert planned is not None
+    assert planned.prediction is not None
+    return planned.prediction.peak_bytes
+
+
+class Broken(nn.Module):
+    """Two graphs, neither of them with blocks: a small one, and a loss over a wide vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 8), nn.Linear(8, 2_000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        torch._dynamo.graph_break()
+        logits = self.head(x.repeat(16, 1))
+        return nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+
+
+def each_piece_of_a_broken_graph_has_its_own_plan() -> list[str | None]:
+    """The second fits only with the loss in slices, of which the first knows nothing."""
+    plan, peaks = Plan(uniform_residency="persistent", uniform_sharding="gradients", chunk_bytes=1_000), []
+    for loss in ("whole", "sliced"):
+        forced_loss = prepared(Broken(), dataclasses.replace(plan, loss=loss), data=own, memory_budget="1GiB")
+        forced_loss.step(0)
+        peaks.append(max(each.peak_bytes for each in protrain_compile.schedule(forced_loss.called).predict()))
+    budget = sum(peaks) // 2
+    ours, plain = pair(plan, Broken(), memory_budget=budget)
+    for seed in range(3):
+        assert_close("loss", mean(ours.step(seed)), plain.step(seed))
     parts = protrain_compile.schedule(ours.called).parts
-    return max((part.schedule.plan.policies or ()).count("recompute") for part in parts)
+    assert max(map(predicted_peak, parts)) <= budget
+    return [part.schedule.plan.loss for part in parts]
 
 
 def other_models_are_refused() -> None:

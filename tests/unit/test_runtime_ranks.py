@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import nn
 
 import protrain_compile
 from protrain_compile import Plan, compat
-from protrain_compile.errors import OptionError, RankError
+from protrain_compile.errors import BudgetError, OptionError, RankError
 from protrain_compile.planner import Budgets
 from protrain_compile.runtime.agreement import Agreement
 from protrain_compile.runtime.ranks import Ranks, Traffic, _backend_of, _difference
@@ -57,10 +58,36 @@ def test_the_smallest_budgets_of_all_count(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_graph_is_new_until_its_plan_is_agreed() -> None:
     agreement = Agreement(Ranks(CPU))
     assert agreement.is_new("graph")
-    assert agreement.plan(Plan.uniform("recompute"), "graph") == Plan.uniform("recompute")
+    assert agreement.plan(Plan.uniform("recompute"), "graph", 7) == Plan.uniform("recompute")
     assert not agreement.is_new("graph")
-    assert agreement.plan(Plan.uniform("keep"), "graph") == Plan.uniform("recompute")
+    assert agreement.plan(Plan.uniform("keep"), "graph", 9) == Plan.uniform("recompute")
     assert not Agreement(None).is_new("graph")
+
+
+@pytest.mark.usefixtures("world")
+def test_the_largest_step_decides_as_far_as_its_plan_fits_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(CPU)
+    plans = [Plan.uniform("keep"), Plan.uniform("recompute"), Plan.uniform("swap")]
+    steps = [json.dumps([values, plan.to_json()]) for values, plan in zip((5, 9, 9), plans, strict=True)]
+    lacks: dict[Plan, list[int]] = dict(zip(plans, ([0, 80], [0, 0], [70, 0]), strict=True))
+    asked: list[Plan] = []
+
+    def exchange(text: str, _: str) -> list[str]:
+        return steps if "policy" in text else list(map(str, lacks[asked[-1]]))
+
+    def own_lack(plan: Plan) -> int:
+        asked.append(plan)
+        return lacks[plan][0]
+
+    monkeypatch.setattr(ranks, "exchange", exchange)
+    assert Agreement(ranks).plan(plans[0], "graph", 5, own_lack) == plans[1]
+    lacks[plans[1]] = [0, 90]
+    lacks[plans[2]] = [0, 0]
+    assert Agreement(ranks).plan(plans[0], "graph", 5, own_lack) == plans[2]
+    lacks[plans[2]] = [70, 0]
+    with pytest.raises(BudgetError, match=r"no rank's plan fits all; it must be at least 70 B") as caught:
+        Agreement(ranks).plan(plans[0], "graph", 5, own_lack)
+    assert caught.value.needed_bytes == 70
 
 
 @pytest.mark.usefixtures("world")
