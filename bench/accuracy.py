@@ -1,15 +1,17 @@
 """Predicted against measured: step time and peak memory of prepared models under device memory caps.
 
 A configuration is ``MODEL:BATCH:CAP``, the cap in GiB, with ``+clip`` to clip gradients. Without more, the plan is the
-searched one; ``=recompute`` forces the policy of all blocks and leaves the rest to the search; ``@p7,b4,k2`` forces a
-plan by hand: 7 chunks persistent at the front and the others offloaded, 4 chunk buffers, the last 2 blocks kept and the
-others recomputed::
+searched one. By hand, and the rest searched: ``=recompute`` the policy of all blocks, ``=swap*3,recompute*19,keep*4``
+those of groups of blocks in order, ``@p7`` 7 chunks persistent at the front and the others offloaded, ``@b4`` or
+``@p7,b4`` chunk buffers::
 
-    python -m bench.accuracy llama:16:24 llama:16:24+clip llama:16:24@p7,b4,k0 gpt2:8:16 --plot accuracy.svg
+    python -m bench.accuracy llama:16:24 llama:16:24+clip llama:16:24=recompute@p7,b4 gpt2:8:16 --plot accuracy.svg
 
 Every configuration is a process of its own, or with ``--here`` one after the other in one; its result is printed at
-once. The prediction is ``cost_model.simulate`` on the shape and the plan that ran, with templates and machine profiled
-on the device. ``--read FILE`` shows and draws what ``--json FILE`` wrote, without a GPU.
+once. ``--shared`` prepares a model once for the configurations of it that follow each other: their chunks stay as the
+first one's plan put them, as they do when sizes change. The prediction is ``cost_model.simulate`` on the shape and the
+plan that ran, with templates and machine profiled on the device. ``--read FILE`` shows and draws what ``--json FILE``
+wrote, without a GPU; ``--parts`` shows, for every part, its mean time in training beside the profiled one.
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ import torch
 from torch import nn
 
 from bench import common
+from bench.part_times import part_times, parts_table
 from bench.states import SIZES, fill
 
 SEQUENCE = 1024
 WARMUP = 4
-PATTERN = re.compile(r"(\w+):(\d+):(\d+(?:\.\d+)?)(\+clip)?(?:=(\w+))?(?:@p(\d+),b(\d+),k(\d+))?")
+PATTERN = re.compile(
+    r"(\w+):(\d+):(\d+(?:\.\d+)?)(\+clip)?(?:=([a-z_]+(?:(?:\*\d+)?,[a-z_]+)*(?:\*\d+)?))?(?:@(?:p(\d+))?,?(?:b(\d+))?)?"
+)
 HEADER = (
     "configuration",
     "plan",
@@ -59,8 +64,9 @@ class Configuration:
         batch: Sequences a step.
         cap_gib: Device memory that may be used.
         clip: Whether gradients are clipped.
-        policy: The policy of every block, the rest being searched; None for a searched one.
-        hand: Persistent chunks, buffers and kept blocks of a plan by hand; None for the searched plan.
+        policies: Policies by hand, as in ``swap*3,keep*4``; one name alone is every block's. None for searched ones.
+        persistent: How many chunks are persistent; None for the search's residency.
+        buffers: How many chunk buffers; None for the search's.
         steps: Timed steps.
     """
 
@@ -68,8 +74,9 @@ class Configuration:
     batch: int
     cap_gib: float
     clip: bool = False
-    policy: str | None = None
-    hand: tuple[int, int, int] | None = None
+    policies: str | None = None
+    persistent: int | None = None
+    buffers: int | None = None
     steps: int = 6
 
     @classmethod
@@ -80,18 +87,26 @@ class Configuration:
             ValueError: If it stands for none.
         """
         match = PATTERN.fullmatch(text)
-        if match is None or match[1] not in MODELS:
+        if match is None or match[1] not in MODELS or text.endswith(("@", ",")):
             raise ValueError(
-                f"{text!r} is not MODEL:BATCH:CAP[+clip][=POLICY][@pN,bN,kN] with one of the models {', '.join(MODELS)}"
+                f"{text!r} is not MODEL:BATCH:CAP[+clip][=POLICY[*N],...][@pN,bN] with one of the models "
+                f"{', '.join(MODELS)}"
             )
-        hand = (int(match[6]), int(match[7]), int(match[8])) if match[6] else None
-        return cls(match[1], int(match[2]), float(match[3]), bool(match[4]), match[5], hand, steps)
+        persistent, buffers = (int(each) if each else None for each in match.group(6, 7))
+        return cls(match[1], int(match[2]), float(match[3]), bool(match[4]), match[5], persistent, buffers, steps)
 
     def __str__(self) -> str:
         """Return the text that stands for it."""
-        by_hand = "@p{},b{},k{}".format(*self.hand) if self.hand else ""
-        policy = f"={self.policy}" if self.policy else ""
-        return f"{self.model}:{self.batch}:{self.cap_gib:g}{'+clip' if self.clip else ''}{policy}{by_hand}"
+        policies = f"={self.policies}" if self.policies else ""
+        counts = (("p", self.persistent), ("b", self.buffers))
+        by_hand = ",".join(f"{letter}{count}" for letter, count in counts if count is not None)
+        start = f"{self.model}:{self.batch}:{self.cap_gib:g}{'+clip' if self.clip else ''}"
+        return start + policies + (f"@{by_hand}" if by_hand else "")
+
+    @property
+    def prepared_like(self) -> tuple[Any, ...]:
+        """What configurations must share to be measured on one prepared model."""
+        return self.model, self.clip, self.persistent
 
 
 MODELS = {
@@ -126,20 +141,20 @@ def make_model(name: str) -> Any:
 
 
 def hand_plan(configuration: Configuration, model: nn.Module) -> Any:
-    """Return the plan by hand, or None for the searched one."""
+    """Return the plan by hand, the search filling its gaps; None where all is searched."""
     import protrain_compile as protrain
 
-    if configuration.hand is None:
-        return protrain.Plan.uniform(configuration.policy) if configuration.policy else None
-    persistent, buffers, kept = configuration.hand
-    config: Any = model.config
-    blocks = config.num_hidden_layers
-    chunks = count_chunks(model)
-    return protrain.Plan(
-        policies=("recompute",) * (blocks - kept) + ("keep",) * kept,
-        residency=("persistent",) * persistent + ("offloaded",) * (chunks - persistent),
-        buffers=buffers,
-    )
+    residency = None
+    if configuration.persistent is not None:
+        offloaded = count_chunks(model) - configuration.persistent
+        residency = ("persistent",) * configuration.persistent + ("offloaded",) * offloaded
+    rest: Any = {"residency": residency, "buffers": configuration.buffers}
+    groups = [group.partition("*") for group in (configuration.policies or "").split(",") if group]
+    if len(groups) == 1 and not groups[0][2]:
+        return protrain.Plan(uniform_policy=groups[0][0], **rest)
+    policies = tuple(name for name, _, count in groups for _ in range(int(count or 1)))
+    plan = protrain.Plan(policies=policies or None, **rest)
+    return None if plan == protrain.Plan() else plan
 
 
 def count_chunks(model: nn.Module) -> int:
@@ -156,71 +171,97 @@ def count_chunks(model: nn.Module) -> int:
     return len(pack_chunks(specs, [uses[key] for key in sorted(uses)]).chunks)
 
 
-def measure(configuration: Configuration) -> dict[str, Any]:
-    """Train under the cap in this process; return what was measured and predicted."""
-    import protrain_compile as protrain
-    from protrain_compile.backend import protrain as backend
+class Subject:
+    """A prepared model, whose chunks lie where the first configuration's plan puts them."""
 
-    device = common.default_device()
-    on_gpu = device.startswith("cuda")
+    def __init__(self, configuration: Configuration) -> None:
+        import protrain_compile as protrain
+
+        self.prepared_like = configuration.prepared_like
+        self.device = common.default_device()
+        limit_memory(configuration)
+        model = make_model(configuration.model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        clip = 1.0 if configuration.clip else None
+        self.model, self.optimizer = protrain.prepare(
+            model, optimizer, device=self.device, init=fill, max_grad_norm=clip
+        )
+        self.managed: Any = self.optimizer._managed  # type: ignore[attr-defined]
+
+    def measure(self, configuration: Configuration) -> dict[str, Any]:
+        """Train under the cap; return what was measured and predicted."""
+        import protrain_compile as protrain
+        from protrain_compile.backend import protrain as backend
+
+        on_gpu = self.device.startswith("cuda")
+        options = {
+            "schedule": "off",
+            "plan": hand_plan(configuration, self.model),
+            "memory_budget": limit_memory(configuration),
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        compiled: Any = torch.compile(self.model, backend=backend, options=given)
+        begun = time.perf_counter()
+        step = Step(configuration, compiled, self.optimizer, self.device)
+        seconds = step.measure()
+        found = {
+            "configuration": str(configuration),
+            "step_ms": seconds * 1e3,
+            "tokens_s": configuration.batch * SEQUENCE / seconds,
+            "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+            "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
+            "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0,
+        }
+        parts = part_times(step) if on_gpu else {}
+        trained = time.perf_counter()
+        part = protrain.schedule(compiled).parts[0]
+        planned = part.graph.planned(part.schedule)
+        schedule, other_bytes = part.schedule, planned.budget.other_bytes if planned is not None else 0
+        shape, plan = _shape_and_plan(schedule, self.managed)
+        predicted = _predict(schedule, shape, plan, parts)
+        spent = {"train_s": trained - begun, "predict_s": time.perf_counter() - trained}
+        return {**found, "other_bytes": other_bytes, **spent, **predicted}
+
+    def close(self) -> None:
+        """Give back what the chunks hold."""
+        self.managed.close()
+
+
+def limit_memory(configuration: Configuration) -> int:
+    """Let this process use no more of the device than the cap; return it in bytes."""
     cap = int(configuration.cap_gib * 2**30)
-    if on_gpu:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap / torch.cuda.mem_get_info()[1]))
         torch.cuda.reset_peak_memory_stats()
-    model = make_model(configuration.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model, optimizer = protrain.prepare(
-        model,
-        optimizer,
-        device=device,
-        init=fill,
-        plan=hand_plan(configuration, model),
-        memory_budget=cap,
-        max_grad_norm=1.0 if configuration.clip else None,
-    )
-    compiled: Any = torch.compile(model, backend=backend, options={"schedule": "off"})
-    begun = time.perf_counter()
-    seconds = _train(configuration, compiled, optimizer, device)
-    trained = time.perf_counter()
-    part = protrain.schedule(compiled).parts[0]
-    planned = part.graph.planned(part.schedule)
-    found = {
-        "configuration": str(configuration),
-        "step_ms": seconds * 1e3,
-        "tokens_s": configuration.batch * SEQUENCE / seconds,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
-        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0,
-    }
-    managed: Any = optimizer._managed  # type: ignore[attr-defined]
-    schedule, other_bytes = part.schedule, planned.budget.other_bytes if planned is not None else 0
-    shape, plan = _shape_and_plan(schedule, managed)
-    managed.close()
-    del compiled, model, optimizer, managed, part, planned
-    gc.collect()
-    predicted = _predict(schedule, shape, plan)
-    spent = {"train_s": trained - begun, "predict_s": time.perf_counter() - trained}
-    return {**found, "other_bytes": other_bytes, **spent, **predicted}
+    return cap
 
 
-def _train(configuration: Configuration, compiled: Any, optimizer: Any, device: str) -> float:
-    """Return the seconds of a step, the mean over the timed ones."""
-    generator = torch.Generator().manual_seed(0)
+class Step:
+    """One step of training on random tokens."""
 
-    def step() -> None:
-        tokens = torch.randint(0, 32000, (configuration.batch, SEQUENCE), generator=generator).to(device)
-        compiled(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def __init__(self, configuration: Configuration, compiled: Any, optimizer: Any, device: str) -> None:
+        self.configuration, self.compiled, self.optimizer, self.device = configuration, compiled, optimizer, device
+        self.generator = torch.Generator().manual_seed(0)
 
-    for _ in range(WARMUP):
-        step()
-    _synchronize(device)
-    start = time.perf_counter()
-    for _ in range(configuration.steps):
-        step()
-    _synchronize(device)
-    return (time.perf_counter() - start) / configuration.steps
+    def __call__(self) -> None:
+        """Run it."""
+        size = (self.configuration.batch, SEQUENCE)
+        tokens = torch.randint(0, 32000, size, generator=self.generator).to(self.device)
+        self.compiled(input_ids=tokens, labels=tokens).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def measure(self) -> float:
+        """Return the seconds of a step, the mean over the timed ones."""
+        for _ in range(WARMUP):
+            self()
+        _synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(self.configuration.steps):
+            self()
+        _synchronize(self.device)
+        return (time.perf_counter() - start) / self.configuration.steps
 
 
 def _synchronize(device: str) -> None:
@@ -241,23 +282,26 @@ def _shape_and_plan(schedule: Any, managed: Any) -> tuple[Any, Any]:
     return step_shape(schedule.program, training, plan.loss), plan
 
 
-def _predict(schedule: Any, shape: Any, plan: Any) -> dict[str, Any]:
+def _predict(schedule: Any, shape: Any, plan: Any, parts: dict[str, Any]) -> dict[str, Any]:
     from protrain_compile.cost_model import simulate
     from protrain_compile.profiler.measure import profile_program
+    from protrain_compile.report.plan_table import policies_text
 
     profile = profile_program(schedule.program, schedule.artefacts)
     prediction = dataclasses.asdict(dataclasses.replace(simulate(shape, profile, plan), operations=()))
+    for template, costs in zip(schedule.program.templates, profile.templates, strict=True):
+        for role, cost in costs.parts.items():
+            if f"{template.name}_{role}" in parts:
+                parts[f"{template.name}_{role}"]["profiled_ms"] = cost.ms
     residency = plan.residency
     short = {
         "persistent": residency.count("persistent"),
         "split": residency.count("split"),
         "chunks": len(residency),
         "buffers": plan.buffers,
-        "kept": plan.policies.count("keep"),
-        "swapped": plan.policies.count("swap"),
-        "blocks": len(plan.policies),
+        "policies": policies_text(plan.policies),
     }
-    whole = {"whole_plan": plan.to_json(), "shape": shape.to_json(), "profile": profile.to_json()}
+    whole = {"whole_plan": plan.to_json(), "shape": shape.to_json(), "profile": profile.to_json(), "parts": parts}
     return {"prediction": prediction, "plan": short, **whole}
 
 
@@ -277,17 +321,41 @@ def run_child(configuration: Configuration, timeout_s: float) -> dict[str, Any]:
     return found
 
 
-def run_here(configuration: Configuration) -> dict[str, Any]:
-    """Measure in this process, which compiles alike parts once; a failed one says why in ``error``."""
-    try:
-        return measure(configuration)
-    except Exception as error:
-        return {"configuration": str(configuration), "error": traceback.format_exception(error)[-12:]}
-    finally:
+class Here:
+    """Measures in this process, which compiles alike parts once.
+
+    Args:
+        shared: Whether configurations that allow it are measured on one prepared model.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        self.shared = shared
+        self.subject: Subject | None = None
+
+    def run(self, configuration: Configuration) -> dict[str, Any]:
+        """Measure; a failed one says why in ``error``."""
+        try:
+            if self.subject is not None and self.subject.prepared_like != configuration.prepared_like:
+                self.close()
+            if self.subject is None:
+                self.subject = Subject(configuration)
+            return self.subject.measure(configuration)
+        except Exception as error:
+            found = {"configuration": str(configuration), "error": traceback.format_exception(error)[-12:]}
+            self.close()
+            return found
+        finally:
+            if not self.shared:
+                self.close()
+            torch._dynamo.reset()
+            gc.collect()
+
+    def close(self) -> None:
+        """Drop the model."""
+        if self.subject is not None:
+            self.subject.close()
+        self.subject = None
         gc.collect()
-        torch._dynamo.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def predicted_peak(result: dict[str, Any]) -> int:
@@ -305,7 +373,7 @@ def describe(result: dict[str, Any]) -> tuple[str, ...]:
     if "error" in result:
         return (result["configuration"], "failed", *[""] * (len(HEADER) - 2))
     plan, predicted = result["plan"], result["prediction"]
-    kinds = "{persistent}/{chunks} persistent, {buffers} buffers, {kept}/{blocks} kept, {swapped} swapped"
+    kinds = "{persistent}/{chunks} persistent, {buffers} buffers; {policies}"
     return (
         result["configuration"],
         kinds.format(**plan),
@@ -364,10 +432,12 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the configurations one after another, or read results; print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("configurations", nargs="*", help="MODEL:BATCH:CAP[+clip][=POLICY][@pN,bN,kN]")
+    parser.add_argument("configurations", nargs="*", help="MODEL:BATCH:CAP[+clip][=POLICY[*N],...][@pN,bN]")
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one configuration")
     parser.add_argument("--here", action="store_true", help="all in this process, which takes less time")
+    parser.add_argument("--shared", action="store_true", help="--here, each model prepared once where possible")
+    parser.add_argument("--parts", action="store_true", help="show every part's time in training")
     parser.add_argument("--json", help="write everything measured here")
     parser.add_argument("--read", help="show results that --json wrote, instead of measuring")
     parser.add_argument("--output", help="write a markdown result here")
@@ -375,7 +445,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--job", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.job:
-        print("RESULT " + json.dumps(measure(Configuration(**json.loads(given.job)))), flush=True)
+        configuration = Configuration(**json.loads(given.job))
+        print("RESULT " + json.dumps(Subject(configuration).measure(configuration)), flush=True)
         return 0
     try:
         wanted = [Configuration.parse(text, given.steps) for text in given.configurations]
@@ -384,8 +455,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(wanted) == bool(given.read):
         parser.error("give configurations to measure, or --read FILE")
     results: list[dict[str, Any]] = json.loads(Path(given.read).read_text(encoding="utf-8")) if given.read else []
+    here = Here(shared=given.shared) if given.here or given.shared else None
     for configuration in wanted:
-        results.append(run_here(configuration) if given.here else run_child(configuration, given.timeout))
+        results.append(here.run(configuration) if here is not None else run_child(configuration, given.timeout))
         print("  ".join(describe(results[-1])), *results[-1].get("error", ()), sep="\n  ", flush=True)
         if given.json:
             Path(given.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
@@ -396,6 +468,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report(given: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     print(common.table(HEADER, [describe(each) for each in results]))
     print("\n".join(summary(results)))
+    if given.parts:
+        for result in results:
+            print("", result["configuration"], parts_table(result.get("parts", {})), sep="\n")
     if given.plot:
         plot(results, given.plot)
     if given.output:

@@ -67,7 +67,7 @@ def compare(model_name: str, batch: int, smallest: float, factor: float, steps: 
     """Measure both plans at one cap; return the table's row."""
     cap = round(smallest * factor, 2)
     searched = Configuration(model_name, batch, cap, steps=steps)
-    results = [run_child(each, TIMEOUT_S) for each in (dataclasses.replace(searched, policy="recompute"), searched)]
+    results = [run_child(each, TIMEOUT_S) for each in (dataclasses.replace(searched, policies="recompute"), searched)]
     start = (str(batch), f"{cap:.2f}", f"{factor:g}")
     for result in results:
         if "error" in result:

@@ -14,13 +14,22 @@ from bench.accuracy import Configuration, count_chunks, hand_plan, make_model
 
 @pytest.mark.parametrize(
     "text",
-    ["llama:16:24", "gpt2:8:16+clip", "llama:16:24@p7,b4,k0", "mistral:4:40.5+clip@p0,b3,k2", "llama:32:12=recompute"],
+    [
+        "llama:16:24",
+        "gpt2:8:16+clip",
+        "llama:16:24@p7,b4",
+        "mistral:4:40.5+clip@b3",
+        "llama:32:12=recompute",
+        "gpt2:1:2=swap*3,keep@p0",
+    ],
 )
 def test_a_configuration_as_text(text: str) -> None:
     assert str(Configuration.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["llama", "llama:16", "other:1:2", "llama:16:24@p7", "llama:16:24@p7,b4,k0,x"])
+@pytest.mark.parametrize(
+    "text", ["llama", "llama:16", "other:1:2", "llama:16:24@", "llama:16:24=@p7", "llama:16:24@p7,b4,x"]
+)
 def test_no_configuration(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="is not MODEL:BATCH:CAP"):
         Configuration.parse(text)
@@ -32,7 +41,7 @@ def test_no_configuration(text: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_plan_by_hand() -> None:
     model = make_model("llama")
     assert hand_plan(Configuration.parse("llama:1:1"), model) is None
-    plan = hand_plan(Configuration.parse("llama:1:1@p2,b4,k1"), model)
+    plan = hand_plan(Configuration.parse("llama:1:1=recompute*25,keep@p2,b4"), model)
     assert plan.policies == ("recompute",) * 25 + ("keep",)
     assert plan.residency == ("persistent",) * 2 + ("offloaded",) * 26
     assert plan.buffers == 4
@@ -58,7 +67,7 @@ def result(configuration: str, step_ms: float, predicted_ms: float) -> dict[str,
         "other_bytes": 0,
         "reserved_bytes": 22 << 30,
         "prediction": {"step_ms": predicted_ms, "peak_bytes": 21 << 30},
-        "plan": {"persistent": 7, "chunks": 28, "buffers": 4, "kept": 0, "swapped": 0, "blocks": 26},
+        "plan": {"persistent": 7, "chunks": 28, "buffers": 4, "policies": "26 keep"},
     }
 
 
