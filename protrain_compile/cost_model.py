@@ -15,7 +15,8 @@
     inside(t)    = what operation t returns + its workspace                         memory_model.inside_bytes
     peak_bytes   = standing + max over t of values(t - 1) + inside(t)               memory_model.find_peak
     reserved     = the same with large allocations in units of 2 MiB
-    host_bytes   = parameters + states + gradient landings of chunks on the host    memory_model.host_bytes
+    host_bytes   = parameters + states + landings + waiting gradients of chunks     memory_model.host_bytes
+                   on the host
 
 Of a chunk that ranks divide, copies, updates, host bytes and states are those of one rank's shard (``rank_shape``).
 
@@ -85,7 +86,7 @@ class Prediction:
         peak_at: The operation in which that is, such as ``backward of epilogue``.
         reserved_bytes: The least that the allocator takes from the device for it.
         device_bytes: What the peak is made of, by kind.
-        host_bytes: Host memory.
+        host_bytes: Host memory at most: in the first step all gradients wait there.
         host_kinds: What it is made of, by kind.
         traffic_bytes: Bytes that a rank receives from others, by collective.
         operations: Every operation of a step.

@@ -196,7 +196,10 @@ class Places:
 
 
 def host_bytes(shape: StepShape, choice: Choice) -> dict[str, int]:
-    """Return the host bytes that chunks and swapped values take, by kind."""
+    """Return the host bytes that chunks and swapped values take at most, by kind.
+
+    That is in the first step, whose gradients all wait for the end of its backward.
+    """
     found = {"parameters": 0, "states": 0, "gradients": 0}
     landings = []
     for chunk, residency in zip(shape.chunks, choice.residency, strict=True):
@@ -206,9 +209,8 @@ def host_bytes(shape: StepShape, choice: Choice) -> dict[str, int]:
         found["states"] += _aligned(chunk.companion_bytes) + _aligned(chunk.moment_bytes)
         found["gradients"] += _aligned(chunk.accumulator_bytes)
         landings += [_aligned(chunk.shard_bytes)] if chunk.trainable else []
-    if shape.landings and landings:
-        landings = [max(landings)] * shape.landings
-    found["gradients"] += sum(landings)
+    landings.sort(reverse=True)
+    found["gradients"] += sum(landings[: shape.landings or None])
     return found | swapped_host_bytes(shape, choice.policies)
 
 

@@ -397,7 +397,7 @@ def _chunks(training: Training, reader: _Reader) -> Iterator[ChunkShape]:
             companion_bytes=chunk.numel * (companion.itemsize if companion is not None else 0),
             moment_bytes=chunk.numel * 4 * moments,
             gradient_bytes=chunk.numel * gradient,
-            accumulator_bytes=chunk.numel * gradient if training.micro_batches > 1 else 0,
+            accumulator_bytes=chunk.numel * gradient if training.landings else 0,
             last_gradient=segment,
             last_item=item,
             order=order.get(chunk.index, -1),

@@ -134,7 +134,8 @@ class ChunkShape:
         companion_bytes: What completes its parameters to fp32 masters.
         moment_bytes: Its moments.
         gradient_bytes: Its gradient storage while it is persistent.
-        accumulator_bytes: What gradients add up in on the host over micro-batches.
+        accumulator_bytes: What gradients wait and add up in on the host, beyond their landing: over micro-batches, and
+            in the first step, whose updates come after its backward.
         last_gradient: The segment whose backward makes the last of its gradients; -1 for none.
         last_item: Which of that backward's results it is.
         order: Its place among the chunks that this program updates; -1 for none.

@@ -25,7 +25,7 @@ from protrain_compile.cost_model import Prediction, simulate
 from protrain_compile.errors import BudgetError, PlanError
 from protrain_compile.lowering import Choice
 from protrain_compile.managed import ManagedModel
-from protrain_compile.memory_model import standing_bytes, total
+from protrain_compile.memory_model import host_bytes, standing_bytes, total
 from protrain_compile.options import Options
 from protrain_compile.packing import lay_out, training_of
 from protrain_compile.plan import Loss, Plan
@@ -47,6 +47,7 @@ from protrain_compile.program import InputKind, Program, fake_value, is_symbol
 from protrain_compile.rank_shape import divided
 from protrain_compile.runtime.device_budget import DeviceBudget, DeviceMemoryError, Usage, measure_budget
 from protrain_compile.runtime.device_memory import PeakWatch, watch_of
+from protrain_compile.runtime.host_budget import HostBudget
 from protrain_compile.shape_reader import step_shape
 from protrain_compile.sizes import size_bytes, sizes_at
 from protrain_compile.step_shape import StepShape
@@ -184,7 +185,7 @@ class Planning:
         budget = self._budget(shape, managed, fixed)
         are_given = self._options.memory_budget is not None
         are_given |= managed is not None and managed.preparation.memory_budget is not None
-        budgets = Budgets(self._device_bytes(budget, managed), self._host_bytes(managed), are_given)
+        budgets = Budgets(self._device_bytes(budget, managed), self._host_bytes(shape, managed, fixed), are_given)
         if call.together and managed is not None:
             budgets = managed.agreement.budgets(budgets)
         if budgets.device_bytes is None:
@@ -268,8 +269,7 @@ class Planning:
         if fixed is None:
             held = total(shape.held_bytes) + managed.unpacked_bytes()
         else:
-            own = shape if fixed.sharding is None else divided(shape, fixed.sharding)
-            held = total(standing_bytes(own, Choice((), fixed.residency, fixed.buffers)))
+            held = total(standing_bytes(*_as_packed(shape, fixed)))
         return measure_budget(managed.preparation.device, given, held)
 
     def _trainable_bytes(self) -> int:
@@ -290,9 +290,14 @@ class Planning:
         first = managed is not None and managed.layout is None
         return UNSEEN_SHARE if first and not self._program.differentiable else 1.0
 
-    def _host_bytes(self, managed: ManagedModel | None) -> int | None:
-        if managed is None or managed.layout is not None:
-            return None
+    @staticmethod
+    def _host_bytes(shape: StepShape, managed: ManagedModel | None, fixed: Fixed | None) -> int | None:
+        """Return the host memory for chunks and swapped values; of a packed model its chunks have theirs already."""
+        if managed is None:
+            return HostBudget().available_bytes()
+        if fixed is not None:
+            room = managed.swap_room_bytes()
+            return None if room is None else room + total(host_bytes(*_as_packed(shape, fixed)))
         ranks = managed.preparation.ranks
         return managed.preparation.host_budget.available_bytes(sharers=1 if ranks is None else ranks.world.node_ranks)
 
@@ -340,6 +345,12 @@ def _with_others(error: BudgetError, budget: DeviceBudget, share: float) -> Budg
     later = f"as much again for training, which has not begun ({share:.0%} are for an evaluation before it)"
     parts = ([others] if budget.other_bytes else []) + ([later] if share < 1.0 else [])
     return BudgetError(f"{error}. With {', and '.join(parts)}, memory_budget must be {format_needed(needed)}", needed)
+
+
+def _as_packed(shape: StepShape, fixed: Fixed) -> tuple[StepShape, Choice]:
+    """Return the step of this rank, and what of a choice its chunks are."""
+    own = shape if fixed.sharding is None else divided(shape, fixed.sharding)
+    return own, Choice((), fixed.residency, fixed.buffers)
 
 
 def _fixed(managed: ManagedModel | None) -> Fixed | None:

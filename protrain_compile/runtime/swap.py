@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from protrain_compile.runtime.host_budget import HostBudget
+from protrain_compile.runtime.host_budget import HostBudget, HostMemoryError
 from protrain_compile.runtime.host_memory import CudaRegistrar, HostMemory, Slab
 from protrain_compile.runtime.streams import Event, Streams, make_streams
 from protrain_compile.swap_layout import Bundle, Piece, SwapLayout, lay_out
@@ -187,16 +187,26 @@ class SwapSpace:
             HostMemoryError: If the host budget does not allow it; nothing is allocated then.
         """
         self._take_back()
-        have = sorted(place.slab.size_bytes for place in self._free)
+        have = sorted(self._free, key=lambda place: place.slab.size_bytes)
         missing = []
         for size in sorted(sizes_bytes, reverse=True):
-            if have and have[-1] >= size:
+            if have and have[-1].slab.size_bytes >= size:
                 have.pop()
             else:
                 missing.append(size)
         if missing:
-            self._budget.require(sum(missing), PURPOSE, self._held())
+            self._make_room(sum(missing), have)
             self._free += [self._allocate(size) for size in missing]
+
+    def _make_room(self, size_bytes: int, unused: list[HostPlace]) -> None:
+        """Return if ``size_bytes`` more may be taken, after giving back ``unused`` slabs if need be."""
+        while True:
+            try:
+                return self._budget.require(size_bytes, PURPOSE, self._held())
+            except HostMemoryError:
+                if not unused:
+                    raise
+                self._discard(unused.pop())
 
     def settle(self) -> None:
         """Let compute wait for every copy whose memory nothing will wait for any more, after an exception."""

@@ -18,9 +18,11 @@ from protrain_compile.commands.models import resolve
 from protrain_compile.commands.outlook import Workload, step_of
 from protrain_compile.cost_model import Prediction, simulate
 from protrain_compile.errors import BudgetError, OptionError, PlanError
+from protrain_compile.planner import Budgets, Decision, decide
 from protrain_compile.profile import HardwareProfile
 from protrain_compile.roles import RECOMPUTES
 from protrain_compile.runtime.planning import Planning
+from protrain_compile.step_shape import StepShape
 
 WIDTH = 1024
 """Of a model with 16 MiB of parameters a block: each block has a chunk of its own."""
@@ -188,6 +190,25 @@ def test_a_new_shape_keeps_residency_and_plans_policies_again() -> None:
     assert all(run.prediction(i).peak_bytes <= budget for i in range(2))
 
 
+def test_a_new_shape_swaps_within_the_host_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks have their memory already; values may be swapped to what the budget leaves, with what they have now."""
+    host: list[int | None] = []
+    budget = int(0.6 * resident_peak())
+
+    def watched(shape: StepShape, budgets: Budgets, *others: Any) -> Decision:
+        host.append(budgets.host_bytes)
+        return decide(shape, budgets, *others)
+
+    monkeypatch.setattr("protrain_compile.runtime.planning.decide", watched)
+    allowed = 512 * MIB
+    run = Run(budget, host_memory_budget=allowed)
+    run.step(tokens(4, 64))
+    run.optimizer._managed.swap_space().reserve([4 * MIB])
+    run.step(tokens(4, 96))
+    assert host == pytest.approx([allowed] * len(host), abs=MIB)
+    assert len(host) > 1
+
+
 def test_a_shape_that_does_not_fit_is_refused_with_numbers() -> None:
     """Case 20."""
     run = Run(needed() + 8 * MIB)
@@ -243,6 +264,26 @@ def test_after_a_refusal_a_smaller_batch_or_a_larger_budget_works() -> None:
     with pytest.raises(BudgetError):
         again.compiled(data())
     again.step(data()[:1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float16, {}),
+        (torch.float32, {"max_grad_norm": 1.0}),
+        (torch.bfloat16, {"gradient_accumulation_steps": 2}),
+    ],
+)
+def test_predicted_host_bytes_are_what_the_model_asks_for(dtype: torch.dtype, arguments: dict[str, Any]) -> None:
+    """All of it, or a plan would be chosen for which the host has no room: gradients of the first step wait there."""
+    plan = Plan(uniform_policy="keep", uniform_residency="offloaded", chunk_bytes=40_000)
+    run = Run(None, light.GPT(6, width=64).to(dtype), plan=plan, **arguments)
+    run.compiled(data())
+    (found,) = protrain_compile.schedule(run.compiled).predict()
+    spec = run.optimizer._managed.packed.store.spec
+    assert len(spec.layout.chunks) > spec.landings
+    assert found.host_bytes == pytest.approx(spec.most_host_bytes(), rel=0.01)  # parts begin at multiples of 256 bytes
 
 
 @pytest.mark.parametrize("door", ["prepare", "options"])

@@ -217,6 +217,18 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_allocated(tmp_
         space.swap_out([torch.randn(5000)])
 
 
+def test_slabs_too_small_make_room_for_larger_ones(tmp_path: Path) -> None:
+    """As when sequences get longer; where there is room for both, both stay."""
+    space = bounded(tmp_path, 10_000)
+    space.reserve([2048, 2048])
+    space.reserve([4096])
+    assert space.slabs == 3
+    space.reserve([4096, 4096])
+    assert space.host_bytes == 4096 + 4096
+    with pytest.raises(HostMemoryError):
+        space.reserve([4096, 8192])
+
+
 def test_what_is_reserved_is_used(tmp_path: Path) -> None:
     space = bounded(tmp_path, 10_000)
     for _ in range(2):
