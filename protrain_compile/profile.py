@@ -166,7 +166,7 @@ class NvmeRate:
 
 @dataclasses.dataclass(frozen=True)
 class HardwareProfile:
-    """What one machine (one device and its host) can do.
+    """What one machine (one device, and the host that it may have for itself or share) can do.
 
     Attributes:
         name: The device's name.
@@ -181,6 +181,8 @@ class HardwareProfile:
         device_update_gparams_per_s: Rate of device updates by format.
         launch_us: Time of the launching thread for one small kernel.
         collectives: Measured collectives; may be empty.
+        devices: How many devices like this one have the host in common; 1 where the host's figures are one device's
+            share already, as those of the profile that comes with the package.
         links: How devices are connected, for collectives that were not measured; None for the default table.
         nvme: Rates of the disk, if measured.
         source: Where the figures come from.
@@ -198,13 +200,14 @@ class HardwareProfile:
     device_update_gparams_per_s: Mapping[Format, float]
     launch_us: float
     collectives: tuple[CollectiveCost, ...] = ()
+    devices: int = 1
     links: Links | None = None
     nvme: NvmeRate | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
         """Refuse impossible figures."""
-        _refuse_no_rate(self, "device_bytes", "host_bytes", "cores", "device_gb_per_s", "launch_us")
+        _refuse_no_rate(self, "device_bytes", "host_bytes", "cores", "devices", "device_gb_per_s", "launch_us")
         for name in ("matmul_tflops", "device_update_gparams_per_s"):
             for key, rate in getattr(self, name).items():
                 if rate <= 0:
@@ -227,6 +230,32 @@ class HardwareProfile:
         if threads is None:
             return max(known, key=lambda rate: rate.gparams_per_s)
         return _interpolate(known, threads)
+
+    def share(self, ranks: int) -> HardwareProfile:
+        """Return what each of several ranks of this machine has, a device each.
+
+        Memory, cores and host updates, which memory bandwidth bounds, are divided. A device's link to the host is its
+        own; that the copies of all devices share the host's memory is not known.
+        """
+        parts = min(ranks, self.devices)
+        if parts == 1:
+            return self
+        updates = tuple(
+            HostUpdateRate(
+                rate.format,
+                max(1, rate.threads // parts),
+                rate.gparams_per_s / parts,
+                rate.beside_copies_gparams_per_s / parts,
+            )
+            for rate in self.host_updates
+        )
+        return dataclasses.replace(
+            self,
+            host_bytes=self.host_bytes // parts,
+            cores=max(1, self.cores // parts),
+            host_updates=updates,
+            devices=self.devices // parts,
+        )
 
     def to_json(self) -> str:
         """Return the HardwareProfile as JSON text."""

@@ -36,20 +36,20 @@ def worlds_of(parsed: argparse.Namespace) -> tuple[World, ...]:
 
 
 def linked(machine: Machine, parsed: argparse.Namespace) -> Machine:
-    """Return the machine with the links that the arguments name.
+    """Return the machine with the links that the arguments name, in place of what was measured of its collectives.
 
     Raises:
         ProfileError: If there is no such table.
     """
     if parsed.links is None:
         return machine
-    hardware = dataclasses.replace(machine.hardware, links=Links.load(parsed.links))
+    hardware = dataclasses.replace(machine.hardware, links=Links.load(parsed.links), collectives=())
     return dataclasses.replace(machine, hardware=hardware)
 
 
 @dataclasses.dataclass(frozen=True)
 class Alone:
-    """What one rank by itself would do.
+    """What one rank by itself would do, within the same budgets.
 
     Attributes:
         step_ms: Time of its step; None if no plan fits.

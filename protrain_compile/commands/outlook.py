@@ -22,6 +22,7 @@ from protrain_compile.plan import Loss, Plan
 from protrain_compile.planner import choose_loss
 from protrain_compile.profile import HardwareProfile, Profile
 from protrain_compile.profiler.estimate import estimate_profile
+from protrain_compile.rank_shape import sharding_levels
 from protrain_compile.runtime.host_budget import HostBudget
 from protrain_compile.shape_reader import step_shape
 from protrain_compile.shards import ALONE, World
@@ -40,7 +41,7 @@ class Machine:
     """What a model is planned for.
 
     Attributes:
-        hardware: Rates.
+        hardware: Rates, of a whole machine: ranks share it.
         device_bytes: Device memory that a step may use.
         host_bytes: Host memory that a model may take, on each rank.
         worlds: The ways in which ranks may share the model; the first divides it the most.
@@ -118,15 +119,15 @@ class Step:
         return best
 
     def fits(self, machine: Machine) -> bool:
-        """Whether there is a plan: if none divides everything among the most, none does."""
-        world = machine.worlds[0]
-        given = None if world.size == 1 else Plan(uniform_sharding="parameters")
-        shape, profile = self._in(machine, world)
-        return fits(shape, profile, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, given=given)
+        """Whether there is a plan in the world that divides the model the most; what mostly takes least comes first."""
+        shape, profile = self._in(machine, machine.worlds[0])
+        levels = tuple(Plan(uniform_sharding=level) for level in reversed(sharding_levels(shape))) or (None,)
+        bounds = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
+        return any(fits(shape, profile, **bounds, given=level) for level in levels)
 
     def _in(self, machine: Machine, world: World) -> tuple[StepShape, Profile]:
         shape = dataclasses.replace(self.shape, world=world)
-        return shape, dataclasses.replace(self.profile, hardware=machine.hardware)
+        return shape, dataclasses.replace(self.profile, hardware=machine.hardware.share(world.node_ranks))
 
     def _search(self, machine: Machine, world: World, given: Plan | None) -> Solution:
         shape, profile = self._in(machine, world)

@@ -53,8 +53,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch", type=at_least(1), metavar="N", help="rows of a batch, of each rank (8)")
     parser.add_argument("--seq", type=at_least(1), metavar="N", help="tokens of a row (1024)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (bfloat16; a function's model: as it is)")
-    parser.add_argument("--memory-budget", metavar="SIZE", help="device memory to use (all but 3%%)")
-    parser.add_argument("--host-memory-budget", metavar="SIZE", help="host memory to use (all but 3%%)")
+    parser.add_argument("--memory-budget", metavar="SIZE", help="device memory of each rank (all but 3%%)")
+    parser.add_argument(
+        "--host-memory-budget", metavar="SIZE", help="host memory of each rank (its share, all but 3%%)"
+    )
     add_ranks(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(parser=parser, execute=execute)
@@ -74,12 +76,12 @@ def execute(parsed: argparse.Namespace) -> int:
 
 
 def _machine(parsed: argparse.Namespace) -> Machine:
-    hardware = HardwareProfile.load(parsed.hardware)
+    hardware, worlds = HardwareProfile.load(parsed.hardware), worlds_of(parsed)
     machine = Machine(
         hardware,
         _budget(parsed.memory_budget, "--memory-budget", hardware.device_bytes),
-        _budget(parsed.host_memory_budget, "--host-memory-budget", hardware.host_bytes),
-        worlds_of(parsed),
+        _budget(parsed.host_memory_budget, "--host-memory-budget", hardware.share(worlds[0].node_ranks).host_bytes),
+        worlds,
     )
     return linked(machine, parsed)
 

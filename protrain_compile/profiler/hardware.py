@@ -146,6 +146,7 @@ def _measure(device: torch.device, sizes: Sizes) -> HardwareProfile:
             host_updates=host_updates,
             device_update_gparams_per_s={f: device_gparams_per_s(f, sizes.parameters, meter) for f in FORMATS},
             launch_us=_launch_us(meter, sizes),
+            devices=torch.cuda.device_count() if device.type == "cuda" else 1,
             source=f"Measured by protrain on {datetime.datetime.now(datetime.UTC).date()} with torch "
             f"{torch.__version__}, Python {platform.python_version()}, {platform.machine()}.",
         )

@@ -119,9 +119,10 @@ def render_hardware(hardware: HardwareProfile) -> str:
     nvme = hardware.nvme
     disk = [] if nvme is None else [("disk", f"{nvme.read_gb_per_s:.1f} GB/s read, {nvme.write_gb_per_s:.1f} written")]
     memory = f"{format_bytes(hardware.device_bytes)} device, {format_bytes(hardware.host_bytes)} host"
+    shared = f", shared by {hardware.devices} such devices" if hardware.devices > 1 else ""
     rows = [
         ("device", hardware.name),
-        ("memory", f"{memory}, {hardware.cores} cores"),
+        ("memory", f"{memory}, {hardware.cores} cores{shared}"),
         *products,
         ("device memory", f"{hardware.device_gb_per_s:.0f} GB/s"),
         *links,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -11,15 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from support.made_shapes import MB, Stack
+from support.profiles import machine
 from torch import Tensor, nn
 
-from protrain_compile import cli
+from protrain_compile import Plan, cli
 from protrain_compile.chunks import ChunkLayout
 from protrain_compile.commands import plan
 from protrain_compile.commands.families import FAMILIES, family
-from protrain_compile.commands.outlook import NotAlikeError, Step, _mixed, between, largest
-from protrain_compile.errors import OptionError
+from protrain_compile.commands.outlook import Machine, NotAlikeError, Step, _mixed, between, largest
+from protrain_compile.errors import BudgetError, OptionError
 from protrain_compile.links import Links
+from protrain_compile.profile import CollectiveCost
+from protrain_compile.shards import World
+from protrain_compile.solver import search
+from protrain_compile.step_shape import ChunkShape
 
 TINY = "gpt2:n_embd=64,n_layer=5,n_head=4,vocab_size=256,n_positions=64,attn_pdrop=0,embd_pdrop=0,resid_pdrop=0"
 ARGUMENTS = ["plan", TINY, "--batch", "2", "--seq", "32"]
@@ -60,10 +66,51 @@ def test_ranks_share_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert peaks[8] < peaks[1]
 
 
+@pytest.mark.parametrize(("ranks", "nodes", "parts"), [(1, 1, 1), (2, 1, 2), (8, 1, 4), (8, 2, 4)])
+def test_ranks_of_a_machine_share_its_host(ranks: int, nodes: int, parts: int, tmp_path: Path) -> None:
+    """A profile of four devices: four ranks have a quarter of its host each, two ranks half of it."""
+    path = tmp_path / "four.json"
+    path.write_text(machine(devices=4).to_json())
+    none = dict.fromkeys(("memory_budget", "host_memory_budget", "links"))
+    found = plan._machine(argparse.Namespace(hardware=str(path), ranks=ranks, nodes=nodes, **none))
+    assert found.host_bytes == int((32 << 30) // parts * 0.97)
+    assert found.device_bytes == int((8 << 30) * 0.97)
+
+
+def test_what_fits_with_whole_parameters_alone_fits() -> None:
+    """To gather one large frozen chunk takes buffers of its size, which it does not take where it stays whole."""
+    stack = Stack(blocks=1, saved_mb=1, ends_mb=10)
+    made = stack.shape()
+    chunks = (made.chunks[0], ChunkShape(100 * MB, 100 * MB // 2, False, "split"), made.chunks[2])
+    lives = tuple(life for life in made.lives if life.collects != (1,))
+    step = Step(dataclasses.replace(made, chunks=chunks, lives=lives), stack.profile(), ChunkLayout((), (), ()))
+    needed = {}
+    for sharding in ("gradients", "parameters"):
+        shape = dataclasses.replace(step.shape, world=World(8))
+        with pytest.raises(BudgetError) as caught:
+            search(shape, step.profile, device_bytes=1, host_bytes=0, given=Plan(uniform_sharding=sharding))
+        needed[sharding] = caught.value.needed_bytes
+    assert needed["gradients"] < needed["parameters"]
+    assert step.fits(Machine(step.profile.hardware, needed["gradients"], 0, (World(8),)))
+    assert not step.fits(Machine(step.profile.hardware, needed["gradients"] - 1, 0, (World(8),)))
+
+
+def test_a_rank_is_planned_with_its_share_of_the_host() -> None:
+    step = Step(Stack().shape(), Stack().profile(), ChunkLayout((), (), ()))
+    whole = Machine(machine(devices=4), 1 << 30, 1 << 40)
+    for ranks in (1, 2, 4):
+        _, profile = step._in(whole, World(2 * ranks, 1, 2))
+        assert profile.hardware == whole.hardware.share(ranks)
+
+
 def test_hybrid_sharding_where_the_network_is_slow(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    links = tmp_path / "links.json"
+    """By the links that were asked for, though other collectives were measured on the machine."""
+    links, hardware = tmp_path / "links.json", tmp_path / "hardware.json"
     links.write_text(Links("slow network", 400.0, 5.0, 0.01, 10.0).to_json())
-    assert cli.main([*ARGUMENTS, "--ranks", "16", "--nodes", "2", "--links", str(links)]) == 0
+    measured = tuple(CollectiveCost(kind, 1 << 20, 16, 1e-3) for kind in ("all_gather", "reduce_scatter"))
+    hardware.write_text(machine(collectives=measured).to_json())
+    asked = ["--ranks", "16", "--nodes", "2", "--links", str(links), "--hardware", str(hardware)]
+    assert cli.main([*ARGUMENTS, *asked]) == 0
     found = capsys.readouterr().out
     assert "chunks divided among the 8 of a node, replicated across nodes: mesh (2, 8)" in found
 

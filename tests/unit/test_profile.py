@@ -67,6 +67,18 @@ def test_a_malformed_template_names_the_field(old: str, new: str, message: str) 
         TemplateProfile.from_json(text.replace(old, new))
 
 
+def test_ranks_share_a_host() -> None:
+    """As many as there are devices; a device and its link are a rank's own."""
+    whole = dataclasses.replace(hardware(HostUpdateRate("split", 13, 4.0, 2.0)), cores=16, devices=8)
+    part = whole.share(4)
+    assert (part.host_bytes, part.cores, part.devices) == ((2 << 30) // 4, 4, 2)
+    assert part.host_updates == (HostUpdateRate("split", 3, 1.0, 0.5),)
+    assert (part.h2d, part.device_bytes) == (whole.h2d, whole.device_bytes)
+    assert whole.share(64) == whole.share(8)
+    assert whole.share(1) == whole
+    assert HardwareProfile.load("h200").share(8) == HardwareProfile.load("h200")  # one GPU's share already
+
+
 def test_impossible_figures_are_refused() -> None:
     with pytest.raises(ProfileError, match="NodeCost: ms must be at least 0"):
         NodeCost("mm", "aten.mm.default", -1.0, 0, 0)

@@ -72,6 +72,7 @@ def test_the_machine_is_shown_with_its_source() -> None:
         assert part in text
     assert "10.0 GB/s alone, 8.0 both ways, 5.0 beside updates" in text
     assert "disk" in text
+    assert "4 cores, shared by 8 such devices" in render_hardware(machine(devices=8))
     assert max(map(len, text.splitlines())) <= 100
 
 
