@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import pytest
 import torch
+from support.capture import mixed
 from support.prepared import CHUNKS, Stack, assert_same_values, batch, check, forced, prepared, warmed
 
 import protrain_compile
@@ -18,9 +18,8 @@ STEPS = (0, 1, 2)
 
 
 def plan_of(policies: str, residency: str) -> Plan:
-    names: dict[str, Any] = {"k": "keep", "r": "recompute", "s": "swap", "x": "swap_products"}
-    chosen = tuple(names[letter] for letter in policies)
-    return dataclasses.replace(forced(residency, chunks=CHUNKS), uniform_policy=None, policies=chosen)
+    whole = forced(residency, chunks=CHUNKS)
+    return dataclasses.replace(whole, uniform_policy=None, policies=mixed(policies).policies)
 
 
 @pytest.mark.parametrize("residency", ["persistent", "offloaded", "mixed"])
@@ -40,8 +39,9 @@ def test_equals_eager_and_keep(residency: str, limit: float | None) -> None:
         assert trainee.managed.packed.counters.misses == 0
 
 
-def test_two_forwards_in_flight_and_an_abandoned_one() -> None:
-    trainee = warmed(prepared(Stack(), plan_of("sks", "offloaded"), gradient_accumulation_steps=2))
+@pytest.mark.parametrize("policies", ["sks", "xkx"])
+def test_two_forwards_in_flight_and_an_abandoned_one(policies: str) -> None:
+    trainee = warmed(prepared(Stack(), plan_of(policies, "offloaded"), gradient_accumulation_steps=2))
     space = trainee.managed.swap_space()
     first, second, _ = trainee.forward(0), trainee.forward(1), trainee.forward(2)
     second.backward()

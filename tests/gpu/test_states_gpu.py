@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import protrain_compile as protrain
 from protrain_compile.backend import protrain as backend
+from protrain_compile.plan import POLICIES
 
 pytestmark = pytest.mark.gpu
 WIDTH = 64
@@ -94,7 +95,7 @@ def train(compiled: Callable[[torch.Tensor], torch.Tensor], optimizer: Any, step
 
 
 @pytest.mark.parametrize("residency", ["persistent", "offloaded", "split", "mixed"])
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_equals_eager(policy: str, residency: str, clip: float | None) -> None:
     model, optimizer, compiled = prepared(policy, residency, max_grad_norm=clip)

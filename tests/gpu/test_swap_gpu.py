@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.capture import mixed
 from torch import nn
 from torch.nn import functional as F
 
@@ -52,11 +53,6 @@ class Stack(nn.Module):
         return self.head(x).float().square().mean()
 
 
-def plan_of(letters: str) -> Plan:
-    names: dict[str, Any] = {"k": "keep", "r": "recompute", "s": "swap"}
-    return Plan(policies=tuple(names[letter] for letter in letters))
-
-
 def batch(seed: int = 0, rows: int = 8) -> torch.Tensor:
     return torch.randn(rows, 128, 16, generator=torch.Generator().manual_seed(seed)).cuda()
 
@@ -65,7 +61,7 @@ def compiled(letters: str = "kkkkkk", mode: str = "eager") -> tuple[nn.Module, A
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Stack().cuda()
-    options = {"compile": mode, "schedule": "off", "plan": plan_of(letters)}
+    options = {"compile": mode, "schedule": "off", "plan": mixed(letters)}
     return model, torch.compile(model, backend=backend, options=options)
 
 
@@ -116,21 +112,26 @@ class Delays:
         return delayed
 
 
-@pytest.mark.parametrize("letters", ["ssssss", "srskrs", "kskkks"])
+@pytest.mark.parametrize("letters", ["ssssss", "srskrs", "kskkks", "xxxxxx", "xkpxws"])
 @pytest.mark.parametrize("mode", ["eager", "inductor"])
 def test_delays_on_every_stream_change_no_bit(letters: str, mode: str) -> None:
     model, call = compiled(mode=mode)
+    kept = gradients(model, call, 3)
+    protrain.schedule(model).use(mixed(letters))
     expected = gradients(model, call, 3)
-    protrain.schedule(model).use(plan_of(letters))
-    assert_bitwise(gradients(model, call, 3), expected)
+    if mode == "inductor" and set(letters) & set("pwx"):  # their recomputes fuse otherwise than the forward does
+        torch.testing.assert_close(expected, kept)
+    else:
+        assert_bitwise(expected, kept)
     space = space_of(model)
     for seed in range(5):
         space.streams = Delays(space.streams, seed)  # type: ignore[assignment]
         assert_bitwise(gradients(model, call, 3), expected)
 
 
-def test_slabs_are_pinned_and_nothing_is_allocated_after_the_second_step() -> None:
-    model, call = compiled("ssssss")
+@pytest.mark.parametrize("letters", ["ssssss", "xxxxxx"])
+def test_slabs_are_pinned_and_nothing_is_allocated_after_the_second_step(letters: str) -> None:
+    model, call = compiled(letters)
     gradients(model, call, 2)
     space = space_of(model)
     assert space.slabs == BLOCKS
@@ -146,8 +147,8 @@ def test_memory_between_forward_and_backward_goes_down() -> None:
     model, call = compiled()
     gradients(model, call)
     kept = {}
-    for letters in ("kkkkkk", "rrrrrr", "ssssss"):
-        protrain.schedule(model).use(plan_of(letters))
+    for letters in ("kkkkkk", "rrrrrr", "ssssss", "xxxxxx"):
+        protrain.schedule(model).use(mixed(letters))
         model.zero_grad()
         call(batch()).backward()
         model.zero_grad()
@@ -157,12 +158,12 @@ def test_memory_between_forward_and_backward_goes_down() -> None:
         torch.cuda.synchronize()
         kept[letters] = torch.cuda.memory_allocated() - start
         loss.backward()
-    assert kept["ssssss"] < kept["rrrrrr"] < 0.5 * kept["kkkkkk"]
+    assert max(kept["ssssss"], kept["xxxxxx"]) < kept["rrrrrr"] < 0.5 * kept["kkkkkk"]
 
 
 def test_what_is_alive_is_what_the_schedule_says() -> None:
     """Bytes that leave and come back are those of the schedule's rows."""
-    model, call = compiled("sksksk")
+    model, call = compiled("skxkxk")
     gradients(model, call)
     space = space_of(model)
     (part,) = protrain.schedule(model).parts
@@ -178,7 +179,7 @@ def test_what_is_alive_is_what_the_schedule_says() -> None:
 
 
 def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
-    model, call = compiled("ssssss")
+    model, call = compiled("sxsxsx")
     expected = gradients(model, call)
     space = space_of(model)
     (part,) = protrain.schedule(model).parts
@@ -204,11 +205,11 @@ def test_an_exception_in_the_middle_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("residency", ["persistent", "offloaded"])
 def test_a_prepared_model_swaps_on_the_streams_of_its_chunks(residency: str) -> None:
     results = []
-    for letters, delay in (("kkkkkk", None), ("sksrss", None), ("ssssss", 3)):
+    for letters, delay in (("kkkkkk", None), ("sksrss", None), ("ssssss", 3), ("xsxkrx", 5)):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model: nn.Module = Stack()
-        plan = Plan(policies=plan_of(letters).policies, uniform_residency=residency, chunk_bytes=4_000_000)  # type: ignore[arg-type]
+        plan = Plan(policies=mixed(letters).policies, uniform_residency=residency, chunk_bytes=4_000_000)  # type: ignore[arg-type]
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
         model, optimizer = protrain.prepare(model, optimizer, plan=plan, device="cuda")
         call: Any = torch.compile(model, backend=backend, options={"compile": "eager", "schedule": "off"})

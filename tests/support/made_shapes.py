@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import networkx
+from support.capture import mixed
 
 from protrain_compile.lowering import Choice
 from protrain_compile.profile import (
@@ -210,10 +211,11 @@ def random_hardware(draw: random.Random) -> dict[str, float]:
 
 
 def prefix(shape: StepShape, persistent: int, policies: str, buffers: int = 3, rest: Any = "offloaded") -> Choice:
-    """Return a choice: ``persistent`` chunks at the front, and a letter for each block (k, r, p, w)."""
+    """Return a choice: ``persistent`` chunks at the front, and a letter for each block (see ``mixed``)."""
     kinds: Any = ("persistent",) * persistent + (rest,) * (len(shape.chunks) - persistent)
-    names: Any = {"k": "keep", "r": "recompute", "p": "recompute_products", "w": "recompute_pointwise"}
-    return Choice(tuple(names[letter] for letter in policies), kinds, buffers)
+    chosen = mixed(policies).policies
+    assert chosen is not None
+    return Choice(chosen, kinds, buffers)
 
 
 def critical_path(step: StepJobs, steps: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.capture import mixed
 
 from protrain_compile.swap_order import FARTHEST, partners
 
@@ -16,12 +17,12 @@ from protrain_compile.swap_order import FARTHEST, partners
         ("kskkkkkkkk", {1: 1 + FARTHEST}),
         ("kskkkkkkks", {1: 1 + FARTHEST, 9: 9}),
         ("skk", {0: 2}),
+        ("xkskpk", {0: 2, 2: 4}),
         ("s", {0: 0}),
     ],
 )
 def test_partners(policies: str, expected: dict[int, int]) -> None:
-    names = {"k": "keep", "r": "recompute", "s": "swap"}
-    assert partners([names[letter] for letter in policies]) == expected
+    assert partners(mixed(policies).policies or ()) == expected
 
 
 def test_copies_end_and_start_in_the_order_of_the_segments() -> None:
