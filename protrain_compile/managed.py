@@ -92,6 +92,12 @@ class ManagedModel:
             if parameter is not None and source is not None:
                 release(parameter, source)
 
+    def source_device(self, index: int) -> torch.device:
+        """Return where a parameter was before anything is packed."""
+        source = self._sources[index]
+        assert source is not None
+        return source.device
+
     # ---- packing and binding -----------------------------------------------------------------------------------
 
     def bind(

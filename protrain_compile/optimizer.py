@@ -18,12 +18,16 @@ from torch.optim import Optimizer
 from protrain_compile.errors import OptionError
 from protrain_compile.managed import ManagedModel
 
+AMP_SCALING = "_step_supports_amp_scaling"
+"""By which a fused optimizer tells GradScaler that it unscales gradients itself."""
+
 
 class ManagedOptimizer(Optimizer):
     """Mixed into the user's optimizer class by ``manage_optimizer``."""
 
     _managed: ManagedModel
     _parameter_index: dict[int, int]
+    _scales_itself: bool | None
     _loading = False
 
     @property
@@ -111,7 +115,8 @@ def manage_optimizer(optimizer: Optimizer, managed: ManagedModel, parameter_inde
     optimizer._managed = managed  # type: ignore[attr-defined]
     optimizer._parameter_index = parameter_index  # type: ignore[attr-defined]
     # Fused optimizers make GradScaler leave unscaling to them; here it unscales the gradients that wait.
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    optimizer._scales_itself = optimizer.__dict__.get(AMP_SCALING)  # type: ignore[attr-defined]
+    setattr(optimizer, AMP_SCALING, False)
     scheduled = "step" in optimizer.__dict__
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = _managed_class(type(optimizer))  # type: ignore[arg-type]
@@ -125,12 +130,20 @@ def release_optimizer(managed: ManagedModel) -> None:
     optimizer = managed.book.optimizer
     if not isinstance(optimizer, ManagedOptimizer):
         return
-    states = collections.defaultdict(dict, {parameter: optimizer.state[parameter] for parameter in optimizer.state})
-    scheduled = "step" in optimizer.__dict__
-    for name in ("_managed", "_parameter_index", "_step_supports_amp_scaling", "step"):
+    states: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        index = optimizer._parameter_index[id(parameter)]
+        device = managed.source_device(index)
+        for name, value in managed.book.given(index).items():
+            moves = isinstance(value, torch.Tensor) and name != "step"  # torch.optim counts on the host
+            states[parameter][name] = value.to(device) if moves else value
+    scheduled, scales_itself = "step" in optimizer.__dict__, optimizer._scales_itself
+    for name in ("_managed", "_parameter_index", "_scales_itself", AMP_SCALING, "step"):
         optimizer.__dict__.pop(name, None)
     optimizer.__class__ = type(optimizer).__mro__[2]
     optimizer.__dict__["state"] = states
+    if scales_itself is not None:
+        setattr(optimizer, AMP_SCALING, scales_itself)
     optimizer._patch_step_function()
     if scheduled:
         _keep_scheduler_content(optimizer)

@@ -82,8 +82,8 @@ def prepare(
         The same model and the same optimizer object.
 
     Raises:
-        OptionError: If an argument cannot be used; nothing is changed then (but that what was prepared anew is handed
-            back first). The message names the argument.
+        OptionError: If an argument cannot be used; nothing is changed then (but what was prepared before is handed back
+            where ``model`` or ``mesh`` is at fault). The message names the argument.
         HostMemoryError: If host memory will not suffice; nothing is changed then. The message names what is needed and
             what is available.
         RankError: If ranks differ in their models or arguments; the message shows the first difference.
@@ -98,7 +98,7 @@ def prepare(
         plan=None if plan is None else parse_plan(plan),
         accumulation_dtype=_accumulation_dtype(model, gradient_accumulation_dtype),
     )
-    _hand_back(model)
+    _hand_back(model, optimizer)
     _check_arguments(model, optimizer)
     ranks = join_ranks(model, optimizer, preparation, mesh)
     preparation = dataclasses.replace(preparation, ranks=ranks)
@@ -117,12 +117,19 @@ def prepare(
     return model, optimizer
 
 
-def _hand_back(model: nn.Module) -> None:
-    """Undo an earlier ``prepare`` of a model that has not run: parameters and optimizer are as they were."""
+def _hand_back(model: nn.Module, optimizer: Optimizer) -> None:
+    """Undo an earlier ``prepare`` of a model that has not run: parameters and optimizer are as they were.
+
+    Raises:
+        OptionError: If another optimizer that is given now cannot be used; nothing is undone then.
+    """
     parameters = list(model.parameters())
     homes = {p._home for p in parameters if isinstance(p, ManagedParameter)}
     managed = homes.pop() if len(homes) == 1 else None
     if isinstance(managed, ManagedModel) and managed.layout is None and len(managed.specs) == len(parameters):
+        if optimizer is not managed.book.optimizer:
+            _check_not_prepared(optimizer)
+            _check_optimizer(model, optimizer)
         release_optimizer(managed)
         managed.hand_back()
 
@@ -139,13 +146,17 @@ def _check_arguments(model: nn.Module, optimizer: Optimizer) -> None:
         raise OptionError(
             "model is compiled already: call prepare first, then torch.compile (what was compiled is model._orig_mod)"
         )
-    if isinstance(optimizer, ManagedOptimizer) or any(isinstance(p, ManagedParameter) for p in model.parameters()):
+    _check_not_prepared(optimizer, *model.parameters())
+    _check_optimizer(model, optimizer)
+    _check_model(model)
+
+
+def _check_not_prepared(*held: Any) -> None:
+    if any(isinstance(each, ManagedOptimizer | ManagedParameter) for each in held):
         raise OptionError(
             "model or optimizer is prepared already, and the model has run (or the optimizer is another model's): "
             "call prepare once"
         )
-    _check_optimizer(model, optimizer)
-    _check_model(model)
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:

@@ -128,6 +128,10 @@ class UpdateBook:
         if isinstance(master, torch.Tensor) and store.has_companion(parameter):
             store.write(parameter, master)
 
+    def given(self, parameter: int) -> Mapping[str, Any]:
+        """Return the state of one parameter that was given, or loaded, before there was a store; empty if none was."""
+        return self._given.get(parameter, {})
+
     def reset(self, parameter: int, store: ChunkStore | None) -> None:
         """Forget one parameter's optimizer state, as if it had never been updated."""
         self.steps[parameter] = 0
@@ -156,7 +160,7 @@ class UpdateBook:
         if not self.has_state(parameter):
             return {}
         if store is None:
-            given = self._given.get(parameter, {})
+            given = self.given(parameter)
             return {k: v.detach().cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
         state: dict[str, Any] = {}
         group = self.group_of[parameter]
