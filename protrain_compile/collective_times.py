@@ -23,7 +23,7 @@ DIVIDE_PASSES = 2
 """Times that a reduce reads or writes a whole gradient besides: it is divided by the number of ranks first."""
 
 ADD_PASSES = 2
-"""Times that it reads or writes the shard afterwards: it is copied to where gradients of chunks on the device wait."""
+"""Times that it reads or writes the shard of a chunk on the device afterwards: it is copied to where gradients wait."""
 
 
 class CollectiveTimes:
@@ -32,18 +32,18 @@ class CollectiveTimes:
     def __init__(self, hardware: HardwareProfile, world: World) -> None:
         self.hardware = hardware
         self.world = world
-        spans = world.ranks > world.node_ranks
-        self._shard_members = world.node_ranks if spans else None
+        fewest = max(1, world.size // world.nodes)  # of one node: where they differ, its ports are what all wait for
+        self._shard_members = fewest if world.ranks > world.node_ranks else None
         self._replica_members = 1 if world.nodes > 1 else None
 
     def gather_ms(self, chunk: ChunkShape) -> float:
         """Return the time of a chunk's all_gather."""
         return self._ms("all_gather", chunk.size_bytes, self.world.ranks, self._shard_members)
 
-    def reduce_ms(self, chunk: ChunkShape) -> float:
-        """Return the time of a chunk's reduce_scatter with all that belongs to it."""
+    def reduce_ms(self, chunk: ChunkShape, *, adds: bool) -> float:
+        """Return the time of a chunk's reduce_scatter with all that belongs to it; ``adds`` if it is on the device."""
         world = self.world
-        passes = DIVIDE_PASSES * chunk.size_bytes + ADD_PASSES * chunk.shard_bytes
+        passes = DIVIDE_PASSES * chunk.size_bytes + (ADD_PASSES * chunk.shard_bytes if adds else 0)
         ms = self._ms("reduce_scatter", chunk.size_bytes, world.ranks, self._shard_members)
         if world.replicas > 1:
             ms += self._ms("all_reduce", chunk.shard_bytes, world.replicas, self._replica_members)
@@ -70,12 +70,14 @@ def _measured_ms(known: Sequence[CollectiveCost], size_bytes: int) -> float:
 def traffic_bytes(shape: StepShape, lowered: Lowered) -> dict[str, int]:
     """Return the bytes that a rank receives from the others that divide its chunks in a step, by collective.
 
-    A chunk that stays whole and is not updated is gathered once, not in every step.
+    With several micro-batches a step is one of them: what runs once for all, on what is whole on the device, counts by
+    its share. A chunk that stays whole and is not updated is gathered once, not in every step.
     """
     moved = {"all_gather": 0, "reduce_scatter": 0} if shape.world.size > 1 else {}
     for op in (*lowered.forward, *lowered.backward):
         if op.op in moved:
             chunk = shape.chunks[op.chunk]
             if chunk.updated or op.buffer >= 0:
-                moved[op.op] += chunk.size_bytes - chunk.shard_bytes
+                received = chunk.size_bytes - chunk.shard_bytes
+                moved[op.op] += received if op.buffer >= 0 else received // shape.micro_batches
     return moved

@@ -45,8 +45,8 @@ class World:
 
     @property
     def node_ranks(self) -> int:
-        """Ranks of one node."""
-        return max(1, self.size // self.nodes)
+        """The most ranks of one node, where they are spread as evenly as they can be."""
+        return -(-self.size // self.nodes)
 
 
 ALONE = World()

@@ -26,6 +26,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
+from protrain_compile.chunks import Residency
 from protrain_compile.collective_times import CollectiveTimes
 from protrain_compile.lowering import Choice, Lowered, recomputed_segments
 from protrain_compile.profile import Format, HardwareProfile, LinkRate, Profile
@@ -131,11 +132,12 @@ class Durations:
             return 0.0
         return self._collectives.gather_ms(chunk) / (1 if in_buffer else self._micro_batches)
 
-    def reduce(self, chunk: ChunkShape, *, in_buffer: bool) -> float:
+    def reduce(self, chunk: ChunkShape, residency: Residency) -> float:
         """Return the time of a reduce_scatter; of a whole gradient, its share of the last micro-batch's."""
         if self._collectives is None:
             return 0.0
-        return self._collectives.reduce_ms(chunk) / (1 if in_buffer else self._micro_batches)
+        ms = self._collectives.reduce_ms(chunk, adds=residency == "persistent")
+        return ms / (self._micro_batches if chunk.keeps_gradient(residency) else 1)
 
     def host_update(self, chunk: ChunkShape) -> float:
         """Return the time of an update on the host."""
@@ -314,7 +316,7 @@ class _Writer:
         self.holder[buffer] = chunk
 
     def _reduce_scatter(self, chunk: int, buffer: int) -> None:
-        ms = self.durations.reduce(self.shape.chunks[chunk], in_buffer=buffer >= 0)
+        ms = self.durations.reduce(self.shape.chunks[chunk], self.choice.residency[chunk])
         self.reduced[chunk] = self._add(GATHER, ms, [self.last_compute])
         if buffer >= 0:
             self.left[buffer] = self.reduced[chunk]

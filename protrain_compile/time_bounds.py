@@ -113,8 +113,7 @@ class TimeBounds:
         for number, (chunk, each) in enumerate(zip(self.shape.chunks, residency, strict=True)):
             if not chunk.updated:
                 continue
-            own = chunk.keeps_gradient(each)
-            once += self.durations.reduce(chunk, in_buffer=not own)
+            once += self.durations.reduce(chunk, each)
             if number in self.first_use:
                 once += self.durations.gather(chunk, in_buffer=not chunk.stays(each))
             if chunk.is_fetched(each) and number in self.read_again:

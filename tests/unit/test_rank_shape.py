@@ -10,6 +10,7 @@ import pytest
 from support.made_shapes import MB, Stack, critical_path, prefix, random_hardware, random_stack
 
 from protrain_compile import Plan
+from protrain_compile.collective_times import CollectiveTimes
 from protrain_compile.cost_model import Prediction, simulate
 from protrain_compile.errors import ProfileError
 from protrain_compile.links import Links
@@ -53,6 +54,41 @@ def test_traffic_is_that_of_zero(ranks: int) -> None:
         found = predict(World(ranks), residency, "parameters").traffic_bytes
         assert found == {"all_gather": 2 * share - kept, "reduce_scatter": share}
     assert predict(World(), "offloaded", "parameters").traffic_bytes == {}
+
+
+def test_what_is_whole_communicates_once_for_all_micro_batches() -> None:
+    share = PSI // 2
+    kept = (2 * 100 + 50) * MB // 2
+    for sharding, gathered, reduced in (
+        ("states", share // 4, share // 4),
+        ("gradients", share // 4, share),
+        ("parameters", 2 * share - kept, share),
+    ):
+        found = predict(World(2), "persistent", sharding, micro_batches=4).traffic_bytes
+        assert found == {"all_gather": gathered, "reduce_scatter": reduced}
+
+
+def test_only_gradients_that_wait_on_the_device_are_added_up() -> None:
+    """The shard of another chunk's mean leaves for the host from where it was reduced."""
+    shape = dataclasses.replace(STACK.shape(), world=World(2))
+    profile = linked(STACK, FAST)
+    times = {}
+    for residency, sharding in (("persistent", "parameters"), ("offloaded", "parameters"), ("split", "gradients")):
+        chunk = divided(shape, (sharding,) * 8).chunks[1]  # type: ignore[arg-type]
+        times[residency] = TimeBounds(shape, profile, speeds(profile.hardware)).durations.reduce(chunk, residency)
+    added = 2 * 50 * MB / profile.hardware.device_gb_per_s / 1e6
+    assert times["persistent"] == pytest.approx(times["offloaded"] + added)
+    assert times["split"] == times["offloaded"] > 0
+
+
+def test_ranks_of_unequal_nodes() -> None:
+    """The fullest node's ranks share its host; the emptiest node's ports carry the ring."""
+    world = World(3, 1, 2)
+    assert world.node_ranks == 2
+    links = Links("x", 100.0, 0.0, 10.0, 0.0)
+    times = CollectiveTimes(STACK.profile(links=links).hardware, world)
+    chunk = divided(dataclasses.replace(STACK.shape(), world=world), ("gradients",) * 8).chunks[1]
+    assert times.gather_ms(chunk) == pytest.approx(100 * MB * 2 / 3 / 10 / 1e6)
 
 
 def test_bytes_of_a_rank() -> None:
