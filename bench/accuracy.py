@@ -212,7 +212,7 @@ class Subject:
             "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
             "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0,
         }
-        parts = part_times(step) if on_gpu else {}
+        parts, peaks = part_times(step) if on_gpu else ({}, [])
         trained = time.perf_counter()
         part = protrain.schedule(compiled).parts[0]
         planned = part.graph.planned(part.schedule)
@@ -220,7 +220,7 @@ class Subject:
         shape, plan = _shape_and_plan(schedule, self.managed)
         predicted = _predict(schedule, shape, plan, parts)
         spent = {"train_s": trained - begun, "predict_s": time.perf_counter() - trained}
-        return {**found, "other_bytes": other_bytes, **spent, **predicted}
+        return {**found, "other_bytes": other_bytes, "peaks": peaks, **spent, **predicted}
 
     def close(self) -> None:
         """Give back what the chunks hold."""

@@ -17,10 +17,11 @@ HEADER = ("part", "calls", "profiled ms", "in training", "of profiled", "pauses 
 
 
 class PartClock:
-    """Events around every call of a part on the compute stream, in order."""
+    """Events around every call of a part on the compute stream, in order, and the peaks of memory inside."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[str, Any, Any]] = []
+        self.peaks: list[tuple[str, int]] = []
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -29,9 +30,11 @@ class PartClock:
 
         def timed(artefact: Artefact, boxed: list[Any], *, stream: str) -> Any:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda.reset_peak_memory_stats()
             begin.record()
             results = run(artefact, boxed, stream=stream)
             end.record()
+            self.peaks.append((artefact.__name__, torch.cuda.max_memory_allocated()))
             self.marks.append((artefact.__name__, begin, end))
             return results
 
@@ -51,14 +54,19 @@ class PartClock:
         return found
 
 
-def part_times(step: Callable[[], Any]) -> dict[str, dict[str, float]]:
-    """Run some steps on a CUDA device; return, for one step, every part's calls, times and pauses before."""
+def part_times(step: Callable[[], Any]) -> tuple[dict[str, dict[str, float]], list[tuple[str, int]]]:
+    """Run some steps on a CUDA device.
+
+    Returns:
+        For one step, every part's calls, times and pauses before; and the peak inside each call, in order.
+    """
     clock = PartClock()
     with clock.running():
         for _ in range(STEPS):
             step()
     torch.cuda.synchronize()
-    return {name: {key: value / STEPS for key, value in each.items()} for name, each in clock.times().items()}
+    times = {name: {key: value / STEPS for key, value in each.items()} for name, each in clock.times().items()}
+    return times, clock.peaks[len(clock.peaks) // STEPS * (STEPS - 1) :]
 
 
 def parts_table(parts: dict[str, dict[str, float]]) -> str:

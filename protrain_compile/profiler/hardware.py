@@ -30,7 +30,7 @@ import torch
 from protrain_compile.byte_text import format_size
 from protrain_compile.profile import Format, HardwareProfile, HostUpdateRate, LinkRate
 from protrain_compile.profiler.link import CpuLink, CudaLink, Link, measure_link
-from protrain_compile.profiler.meter import Meter, make_meter, time_call
+from protrain_compile.profiler.meter import Meter, lasting_ms, make_meter, time_call
 from protrain_compile.profiler.templates import measuring
 from protrain_compile.profiler.update_rates import (
     FORMATS,
@@ -172,7 +172,7 @@ def host_bytes() -> int:
 
 def _product(meter: Meter, sizes: Sizes, dtype: torch.dtype) -> float:
     left, right = (torch.randn(sizes.product, sizes.product, device=meter.device).to(dtype) for _ in range(2))
-    return 2 * sizes.product**3 / time_call(meter, lambda: left @ right, sizes.heat_ms).ms / 1e9
+    return 2 * sizes.product**3 / lasting_ms(meter, [lambda: left @ right], sizes.heat_ms)[0] / 1e9
 
 
 def _memory_rate(meter: Meter, sizes: Sizes) -> float:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +26,7 @@ BUDGET_MS = 100.0
 
 
 MOST_HEATING = 1000
-"""Runs of a call that is too short to load the device, however long they take."""
+"""Rounds of calls that are too short to load the device, however long they take."""
 
 
 class Timing(NamedTuple):
@@ -75,25 +75,38 @@ class Meter(Protocol):
         ...
 
 
-def time_call(meter: Meter, call: Call, heat_ms: float = 0.0) -> Timing:
-    """Return the medians of several runs of ``call``, after a warm-up; the results are dropped.
-
-    Args:
-        meter: Of the device.
-        call: What is timed.
-        heat_ms: How long the runs go on at least, of which the second half counts. A device under full load draws more
-            power than it may and lowers its clock within some tenths of a second; training runs at that clock.
-    """
+def time_call(meter: Meter, call: Call) -> Timing:
+    """Return the medians of several runs of ``call``, after a warm-up; the results are dropped."""
     for _ in range(WARM_UPS):
         first_ms = max(_elapsed_ms(lambda: meter.finish(call)), 1e-3)
     fewest, most = RUNS
     runs = max(fewest, min(most, int(BUDGET_MS / first_ms)))
-    heating = min(MOST_HEATING, int(heat_ms / first_ms))
     watch = meter.stopwatch()
-    launches = [_elapsed_ms(lambda: (watch.lap(call), None)) for _ in range(max(runs, heating))]
-    laps = watch.laps_ms()
-    # Only the first launches are sure not to wait for room in the device's queue.
-    return Timing(statistics.median(laps[-max(runs, heating // 2) :]), statistics.median(launches[:runs]))
+    launches = [_elapsed_ms(lambda: (watch.lap(call), None)) for _ in range(runs)]
+    return Timing(statistics.median(watch.laps_ms()), statistics.median(launches))
+
+
+def lasting_ms(meter: Meter, calls: Sequence[Call], heat_ms: float) -> list[float]:
+    """Return the median time of each of ``calls``, made in turn until the device runs at the clock that lasts.
+
+    A device under full load draws more power than it may and lowers its clock within some tenths of a second; training
+    runs at that clock. It depends on all that runs within such a time: in a loop of its own a light call would run at a
+    higher clock than between the heavy ones beside which it is used, and a heavy one at a lower.
+
+    Args:
+        meter: Of the device.
+        calls: What is timed; results are dropped.
+        heat_ms: How long the rounds go on together, of which the second half counts.
+    """
+    for _ in range(WARM_UPS):
+        first_ms = max(sum(_elapsed_ms(lambda call=call: meter.finish(call)) for call in calls), 1e-3)  # type: ignore[misc]
+    rounds = max(RUNS[0], min(MOST_HEATING, int(heat_ms / first_ms)))
+    watch = meter.stopwatch()
+    for _ in range(rounds):
+        for call in calls:
+            watch.lap(call)
+    laps = watch.laps_ms()[rounds // 2 * len(calls) :]
+    return [statistics.median(laps[place :: len(calls)]) for place in range(len(calls))]
 
 
 class CpuStopwatch:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from protrain_compile.profiler.estimate import dying_inputs, estimate_template
 from protrain_compile.profiler.footprint import workspace_bytes
 from protrain_compile.profiler.inputs import make_inputs, make_value
 from protrain_compile.profiler.kernels import kernels_of, launches_of
-from protrain_compile.profiler.meter import Meter, Timing, make_meter, time_call
+from protrain_compile.profiler.meter import Meter, Timing, lasting_ms, make_meter, time_call
 from protrain_compile.program import Parts, Program, Template
 from protrain_compile.roles import Role
 from protrain_compile.sizes import size_bytes
@@ -41,7 +42,7 @@ log = logging.getLogger("protrain_compile.profiler")
 
 
 HEAT_MS = 2000.0
-"""What timing under sustained load may take for one program (see ``meter.time_call``). An H200 is at its lasting clock
+"""What timing under sustained load may take for one program (see ``meter.lasting_ms``). An H200 is at its lasting clock
 within a second."""
 
 LEAST_SHARE = 0.02
@@ -116,7 +117,7 @@ class TemplateRun:
         heat_ms: float = 0.0,
     ) -> None:
         assert template.parts is not None
-        self.heat_ms = heat_ms / len(template.parts.graphs())
+        self.heat_ms = heat_ms
         self.template, self.artefacts, self.hardware, self.meter = template, artefacts, hardware, meter
         self.of: Parts = template.parts
         placeholders = template.joint.graph.find_nodes(op="placeholder")
@@ -126,9 +127,10 @@ class TemplateRun:
 
     def parts(self) -> dict[Role, ArtefactCost]:
         """Return the cost of every part."""
-        return {role: self._cost(role) for role in self.of.graphs()}
+        lasting = self._lasting_ms()
+        return {role: self._cost(role, lasting) for role in self.of.graphs()}
 
-    def _cost(self, role: Role) -> ArtefactCost:
+    def _cost(self, role: Role, lasting: Mapping[Role, float]) -> ArtefactCost:
         timing = self._time(role)
         saved, tangents = self._made_for(role)
         boxed = self._bind(role, saved, tangents)
@@ -136,16 +138,31 @@ class TemplateRun:
         if role == "backward":
             del saved, tangents  # the list alone holds the others: they die inside
         module = self._artefact(role).graph
-        cost = ArtefactCost(timing.ms, self._workspace(role, module, boxed), self._launches(module, timing))
+        ms = lasting.get(role, timing.ms)
+        cost = ArtefactCost(ms, self._workspace(role, module, boxed), self._launches(module, timing))
         del held
         return cost
 
     def _time(self, role: Role) -> Timing:
-        """Time a part; what its runs share is dropped on return."""
-        artefact, (saved, tangents) = self._artefact(role), self._made_for(role)
-        return time_call(
-            self.meter, lambda: artefact(self._bind(role, saved, tangents), stream="compute"), self.heat_ms
-        )
+        """Time a part alone; what its runs share is dropped on return."""
+        saved, tangents = self._made_for(role)
+        return time_call(self.meter, lambda: self._run(role, saved, tangents))
+
+    def _lasting_ms(self) -> dict[Role, float]:
+        """Time all parts in turn under sustained load; nothing where none is wanted, or there is no room for all."""
+        if not self.heat_ms:
+            return {}
+        try:
+            roles = list(self.of.graphs())
+            saved, tangents = self._made_for("backward")
+            calls = [functools.partial(self._run, role, saved, tangents) for role in roles]
+            return dict(zip(roles, lasting_ms(self.meter, calls, self.heat_ms), strict=True))
+        except torch.OutOfMemoryError:
+            log.info("no room for all parts of %s at once: each is timed alone", self.template.name)
+            return {}
+
+    def _run(self, role: Role, saved: list[Any], tangents: list[Any]) -> None:
+        self._artefact(role)(self._bind(role, saved, tangents), stream="compute")
 
     def _made_for(self, role: Role) -> tuple[list[Any], list[Any]]:
         """Return new saved values and tangents, as far as a part takes them."""

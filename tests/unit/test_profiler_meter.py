@@ -14,6 +14,7 @@ from protrain_compile.profiler.meter import (
     WARM_UPS,
     CpuMeter,
     CudaMeter,
+    lasting_ms,
     make_meter,
     time_call,
 )
@@ -44,20 +45,20 @@ def test_short_calls_run_more_often_than_long_ones(monkeypatch: object) -> None:
 
 
 class Slowing(CpuMeter):
-    """Takes 1 ms a call at first, and 2 ms from the twentieth on."""
+    """Of two calls in turn, the first takes 1 ms at first and 2 ms from the tenth round on, the second 5 ms more."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls: list[int] = []
 
-    def call(self) -> None:
-        self.calls += 1
+    def call(self, number: int) -> None:
+        self.calls.append(number)
 
     def stopwatch(self) -> Any:
         found: list[float] = []
 
         class Watch:
             def lap(self, call: Any) -> Any:
-                found.append(1.0 if len(found) < 20 else 2.0)
+                found.append((1.0 if len(found) < 20 else 2.0) + 5.0 * (len(found) % 2))
                 return call()
 
             def laps_ms(self) -> list[float]:
@@ -66,14 +67,15 @@ class Slowing(CpuMeter):
         return Watch()
 
 
-@pytest.mark.parametrize(("heat_ms", "runs", "ms"), [(0.0, 10, 1.0), (60.0, 60, 2.0), (1e6, MOST_HEATING, 2.0)])
-def test_under_sustained_load_the_lasting_time_counts(
-    heat_ms: float, runs: int, ms: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("heat_ms", "rounds", "ms"), [(0.0, RUNS[0], 1.0), (60.0, 30, 2.0), (1e6, MOST_HEATING, 2.0)])
+def test_under_sustained_load_the_lasting_times_count(
+    heat_ms: float, rounds: int, ms: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meter, "_elapsed_ms", lambda call: (call(), 1.0)[1])
     slowing = Slowing()
-    assert time_call(slowing, slowing.call, heat_ms).ms == ms
-    assert slowing.calls == WARM_UPS + runs
+    calls = [lambda: slowing.call(0), lambda: slowing.call(1)]
+    assert lasting_ms(slowing, calls, heat_ms) == [ms, ms + 5.0]
+    assert slowing.calls == [0, 1] * (WARM_UPS + rounds)
 
 
 def test_the_cpu_counts_no_memory() -> None:

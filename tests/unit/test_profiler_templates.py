@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -87,6 +89,37 @@ def test_what_does_not_fit_is_estimated(monkeypatch: pytest.MonkeyPatch, caplog:
     assert measure_nodes(template, MACHINE) == expected.nodes
     assert caplog.text.count("does not fit") == 1
     assert caplog.text.count("do not fit") == 1
+
+
+def test_parts_that_are_timed_in_turn_replace_those_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def in_turn(_: Any, calls: Sequence[Any], heat_ms: float) -> list[float]:
+        for call in calls:
+            call()
+        made.append(len(calls))
+        return [heat_ms + place for place in range(len(calls))]
+
+    monkeypatch.setattr(templates, "lasting_ms", in_turn)
+    template = gpt_program().templates[gpt_program().template_of[1]]
+    with torch.no_grad():
+        found = TemplateRun(template, _compiled(), MACHINE, CpuMeter(), heat_ms=1000.0).parts()
+    assert [cost.ms for cost in found.values()] == [1000.0 + place for place in range(len(found))]
+    assert made == [len(found)]
+
+
+def test_parts_that_have_no_room_together_are_timed_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("too large")
+
+    monkeypatch.setattr(templates, "lasting_ms", fail)
+    template = gpt_program().templates[gpt_program().template_of[1]]
+    with torch.no_grad(), caplog.at_level(logging.INFO, "protrain_compile.profiler"):
+        found = TemplateRun(template, _compiled(), MACHINE, CpuMeter(), heat_ms=1000.0).parts()
+    assert all(0 < cost.ms < 1000.0 for cost in found.values())
+    assert "each is timed alone" in caplog.text
 
 
 def test_every_node_is_measured_in_graph_order() -> None:
