@@ -53,9 +53,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch", type=at_least(1), metavar="N", help="rows of a batch, of each rank (8)")
     parser.add_argument("--seq", type=at_least(1), metavar="N", help="tokens of a row (1024)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters (bfloat16; a function's model: as it is)")
-    parser.add_argument("--memory-budget", metavar="SIZE", help="device memory of each rank (all but 3%%)")
+    parser.add_argument("--memory-budget", metavar="SIZE", help="device memory of each rank, at most all but 3%%")
     parser.add_argument(
-        "--host-memory-budget", metavar="SIZE", help="host memory of each rank (its share, all but 3%%)"
+        "--host-memory-budget", metavar="SIZE", help="host memory of each rank, at most its share, all but 3%%"
     )
     add_ranks(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -87,7 +87,8 @@ def _machine(parsed: argparse.Namespace) -> Machine:
 
 
 def _budget(given: str | None, argument: str, present: int) -> int:
-    return int(present * (1 - RESERVE_SHARE)) if given is None else min(parse_size(given, argument), present)
+    most = int(present * (1 - RESERVE_SHARE))
+    return most if given is None else min(parse_size(given, argument), most)
 
 
 @dataclasses.dataclass(frozen=True)
