@@ -204,6 +204,8 @@ class PlanSpace:
         """Return the most of values and what is inside calls; ``late`` is from ``late_of``."""
         if not late and set(SWAPS).isdisjoint(policies):
             return self._value_peaks.bytes_of(policies)
+        if not late and all("forward" in each.calls for each in self.shape.segments):
+            return self._swap_peaks.bytes_of(policies)
         residency: list[Residency] = ["persistent"] * len(self.shape.chunks)
         for chunk, resident in zip(self._late, late, strict=True):
             residency[chunk] = "persistent" if resident else "offloaded"
@@ -213,6 +215,10 @@ class PlanSpace:
     @functools.cached_property
     def _value_peaks(self) -> ValuePeaks:
         return ValuePeaks(self.shape, self.profile)
+
+    @functools.cached_property
+    def _swap_peaks(self) -> ValuePeaks:
+        return ValuePeaks(self.shape, self.profile, swaps=True)
 
     def host_bytes(self, residency: Residencies, policies: Policies) -> int:
         """Return the host bytes of a residency and policies."""

@@ -9,6 +9,7 @@ operations, ``memory_model`` and ``timeline`` into bytes and times. ``shape_read
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -232,6 +233,18 @@ class StepShape:
     def blocks(self) -> tuple[int, ...]:
         """The segments that are blocks."""
         return tuple(i for i, segment in enumerate(self.segments) if segment.block >= 0)
+
+    @functools.cached_property
+    def swappable(self) -> tuple[int, ...]:
+        """The lives that may leave for the host between forward and backward, whatever the plan."""
+        end = len(self.segments)
+        return tuple(
+            number
+            for number, life in enumerate(self.lives)
+            if life.birth in ("forward", "snapshot")
+            and (life.swapped_bytes or life.products_bytes)
+            and not (life.forward_until >= end or life.returned or life.collects)
+        )
 
     def largest_bytes(self, residency: tuple[Residency, ...]) -> int:
         """Return the size of a standard chunk buffer: that of the largest chunk which takes one."""

@@ -57,12 +57,14 @@ def swap_plan(shape: StepShape, policies: Sequence[Policy], recomputed: Sequence
     if set(SWAPS).isdisjoint(policies) or not shape.differentiable:
         return NOTHING
     of_segments = [policies[each.block] if each.block >= 0 else "keep" for each in shape.segments]
+    swaps = [each in SWAPS for each in of_segments]
     found: dict[int, list[SwappedLife]] = {}
-    for number, life in enumerate(shape.lives):
-        if life.birth not in ("forward", "snapshot"):
+    for number in shape.swappable:
+        life = shape.lives[number]
+        if not any(swaps[use.segment] for use in life.uses):
             continue
         reader = _only_reader(life, recomputed)
-        if reader is None or of_segments[reader[0]] not in SWAPS or not _can_leave(shape, life, reader[0]):
+        if reader is None or not swaps[reader[0]] or life.segment > reader[0]:
             continue
         kept = recomputed[reader[0]] is None
         moved, staged = (life.swapped_bytes, life.staged) if kept else (life.products_bytes, life.products_staged)
@@ -88,9 +90,3 @@ def _only_reader(life: Life, recomputed: Sequence[RecomputeRole | None]) -> tupl
     calls = ((use.segment, use.last(recomputed[use.segment])) for use in life.uses)
     readers = [(segment, role) for segment, role in calls if role is not None]
     return readers[0] if len(readers) == 1 else None
-
-
-def _can_leave(shape: StepShape, life: Life, segment: int) -> bool:
-    return (
-        life.segment <= segment and life.forward_until < len(shape.segments) and not life.returned and not life.collects
-    )
