@@ -12,7 +12,7 @@ from protrain_compile.shards import Sharding
 from protrain_compile.sizes import dtype_bytes
 
 Residency = Literal["persistent", "offloaded", "split"]
-RESIDENCIES: tuple[str, ...] = get_args(Residency)
+RESIDENCIES: tuple[Residency, ...] = get_args(Residency)
 """Persistent: parameters and states on the device. Offloaded: both on the host. Split: parameters on the device, states
 on the host."""
 

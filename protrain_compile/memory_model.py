@@ -21,11 +21,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from protrain_compile.chunks import Residency
 from protrain_compile.lowering import Choice, Lowered, Op, kept_until, recomputed_segments
 from protrain_compile.plan import Policy
 from protrain_compile.profile import Profile
 from protrain_compile.roles import ROLES, RecomputeRole, Role
-from protrain_compile.step_shape import Life, StepShape, block_rounded, segment_rounded
+from protrain_compile.step_shape import ChunkShape, Life, StepShape, block_rounded, segment_rounded
 from protrain_compile.swapped_lives import NOTHING, SwappedLife, moved_bytes, swap_plan
 
 Unit = Literal["size_bytes", "block_bytes", "segment_bytes"]
@@ -59,18 +60,26 @@ def standing_bytes(shape: StepShape, choice: Choice) -> dict[str, int]:
     """Return the device bytes that are always taken, by kind."""
     found = {"inputs": 0, "buffers": 0, "parameters": 0, **shape.held_bytes}
     found |= {"states": 0, "gradients": 0}
-    moving = 0
     for chunk, residency in zip(shape.chunks, choice.residency, strict=True):
-        moving += chunk.moves(residency)
-        if residency == "persistent":
-            found["parameters"] += block_rounded(chunk.size_bytes if chunk.stays(residency) else chunk.shard_bytes)
-            found["states"] += block_rounded(chunk.companion_bytes) + block_rounded(chunk.moment_bytes)
-            found["gradients"] += block_rounded(chunk.gradient_bytes) + block_rounded(chunk.whole_gradient_bytes)
-        elif residency == "split":
-            found["parameters"] += block_rounded(chunk.size_bytes)
-    count = choice.buffers if moving else 0
-    found["chunk buffers"] = count * block_rounded(shape.largest_bytes(choice.residency))
+        parameters, states, gradients = chunk_standing_bytes(chunk, residency)
+        found["parameters"] += parameters
+        found["states"] += states
+        found["gradients"] += gradients
+    found["chunk buffers"] = choice.buffers * block_rounded(shape.largest_bytes(choice.residency))
     return found
+
+
+def chunk_standing_bytes(chunk: ChunkShape, residency: Residency) -> tuple[int, int, int]:
+    """Return the device bytes that one chunk always takes: of parameters, states and gradients."""
+    if residency == "offloaded":
+        return 0, 0, 0
+    if residency == "split":
+        return block_rounded(chunk.size_bytes), 0, 0
+    return (
+        block_rounded(chunk.size_bytes if chunk.stays(residency) else chunk.shard_bytes),
+        block_rounded(chunk.companion_bytes) + block_rounded(chunk.moment_bytes),
+        block_rounded(chunk.gradient_bytes) + block_rounded(chunk.whole_gradient_bytes),
+    )
 
 
 def reserved_slack_bytes(shape: StepShape, choice: Choice) -> int:
@@ -203,15 +212,30 @@ def host_bytes(shape: StepShape, choice: Choice) -> dict[str, int]:
     found = {"parameters": 0, "states": 0, "gradients": 0}
     landings = []
     for chunk, residency in zip(shape.chunks, choice.residency, strict=True):
-        if residency == "persistent":
-            continue
-        found["parameters"] += _aligned(chunk.shard_bytes)
-        found["states"] += _aligned(chunk.companion_bytes) + _aligned(chunk.moment_bytes)
-        found["gradients"] += _aligned(chunk.accumulator_bytes)
-        landings += [_aligned(chunk.shard_bytes)] if chunk.trainable else []
-    landings.sort(reverse=True)
-    found["gradients"] += sum(landings[: shape.landings or None])
+        parameters, states, gradients, landing = chunk_host_bytes(chunk, residency)
+        found["parameters"] += parameters
+        found["states"] += states
+        found["gradients"] += gradients
+        landings.append(landing)
+    found["gradients"] += landing_bytes(shape, landings)
     return found | swapped_host_bytes(shape, choice.policies)
+
+
+def chunk_host_bytes(chunk: ChunkShape, residency: Residency) -> tuple[int, int, int, int]:
+    """Return the host bytes of one chunk: of parameters, states, waiting gradients, and a landing if it needs one."""
+    if residency == "persistent":
+        return 0, 0, 0, 0
+    return (
+        _aligned(chunk.shard_bytes),
+        _aligned(chunk.companion_bytes) + _aligned(chunk.moment_bytes),
+        _aligned(chunk.accumulator_bytes),
+        _aligned(chunk.shard_bytes) if chunk.trainable else 0,
+    )
+
+
+def landing_bytes(shape: StepShape, needs: Sequence[int]) -> int:
+    """Return the bytes of all landings where chunks need landings of these bytes: of shared ones, the largest."""
+    return sum(sorted(needs, reverse=True)[: shape.landings or None])
 
 
 def swapped_host_bytes(shape: StepShape, policies: Sequence[Policy]) -> dict[str, int]:

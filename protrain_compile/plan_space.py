@@ -19,17 +19,26 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from protrain_compile.chunks import Residency
+from protrain_compile.chunks import RESIDENCIES, Residency
 from protrain_compile.errors import PlanError
 from protrain_compile.lowering import Choice, late_chunks, lower, recomputed_segments, skeleton
-from protrain_compile.memory_model import find_peak, host_bytes, standing_bytes, swapped_host_bytes, total
+from protrain_compile.memory_model import (
+    chunk_host_bytes,
+    chunk_standing_bytes,
+    find_peak,
+    landing_bytes,
+    standing_bytes,
+    swapped_host_bytes,
+    total,
+)
 from protrain_compile.plan import MIN_BUFFERS, Plan, Policy
 from protrain_compile.policy_mix import mixed_policies, patterns
 from protrain_compile.profile import LinkRate, Profile
 from protrain_compile.roles import SWAPS, Role
 from protrain_compile.shards import allowed_sharding
-from protrain_compile.step_shape import StepShape, block_rounded
+from protrain_compile.step_shape import ChunkShape, StepShape, block_rounded
 from protrain_compile.swap_order import FARTHEST
 from protrain_compile.swapped_lives import moved_bytes, swap_plan
 from protrain_compile.value_peaks import ValuePeaks
@@ -67,6 +76,21 @@ def _interleaved(blocks: int, first: int, interval: int, swap: Policy, rest: Pol
     """Return ``last``, but for the ``first`` blocks: every ``interval``-th has ``swap``, the others have ``rest``."""
     begin = tuple(swap if i % interval == 0 else rest for i in range(first))
     return begin + (last,) * (blocks - first)
+
+
+class _ChunkBytes(NamedTuple):
+    """What one chunk takes: standing on the device, of a chunk buffer, on the host, and of a landing there."""
+
+    standing: int
+    buffer: int
+    host: int
+    landing: int
+
+    @classmethod
+    def of(cls, chunk: ChunkShape, residency: Residency) -> _ChunkBytes:
+        *host, landing = chunk_host_bytes(chunk, residency)
+        buffer = block_rounded(chunk.size_bytes) if chunk.moves(residency) else 0
+        return cls(sum(chunk_standing_bytes(chunk, residency)), buffer, sum(host), landing)
 
 
 class PlanSpace:
@@ -156,18 +180,23 @@ class PlanSpace:
         fewest = self._fewest_buffers(residency)
         if self.given is not None and self.given.buffers is not None:
             return range(self.given.buffers, self.given.buffers + 1) if self.given.buffers >= fewest else range(0)
-        moving = sum(chunk.moves(each) for chunk, each in zip(self.shape.chunks, residency, strict=True))
+        moving = sum(each.buffer > 0 for each in self._figures(residency))
         return range(fewest, max(fewest, moving) + 1)
 
     def _fewest_buffers(self, residency: Residencies) -> int:
         """Return how many buffers there must be at least: three, or more where one call uses many chunks."""
-        calls = [call for segment in self.shape.segments for call in segment.calls.values()]
-        fetched = [chunk.is_fetched(each) for chunk, each in zip(self.shape.chunks, residency, strict=True)]
-        most = max((sum(fetched[c] for c in call.chunks) for call in calls), default=0)
+        chunks = self.shape.chunks
+        most = max((sum(chunks[c].is_fetched(residency[c]) for c in each) for each in self._many_at_once), default=0)
         # One call's chunks and one that takes gradients are all that is in use at once.
         if most < MIN_BUFFERS:
             return MIN_BUFFERS
         return next(count for count in range(MIN_BUFFERS, len(residency) + 2) if self._works(residency, count))
+
+    @functools.cached_property
+    def _many_at_once(self) -> set[tuple[int, ...]]:
+        """The chunks of calls that may need more than the least buffers."""
+        calls = (call for segment in self.shape.segments for call in segment.calls.values())
+        return {call.chunks for call in calls if len(call.chunks) >= MIN_BUFFERS}
 
     def _works(self, residency: Residencies, buffers: int) -> bool:
         try:
@@ -186,11 +215,20 @@ class PlanSpace:
 
     def _standing_bytes(self, residency: Residencies) -> int:
         """Return the device bytes that are always taken, buffers apart."""
-        return total(standing_bytes(self.shape, Choice((), residency, 0)))
+        held = total(standing_bytes(dataclasses.replace(self.shape, chunks=()), Choice((), (), 0)))
+        return held + sum(each.standing for each in self._figures(residency))
 
     def _buffer_bytes(self, residency: Residencies) -> int:
         """Return the bytes of one standard chunk buffer."""
-        return block_rounded(self.shape.largest_bytes(residency))
+        return max((each.buffer for each in self._figures(residency)), default=0)
+
+    def _figures(self, residency: Residencies) -> list[_ChunkBytes]:
+        """Return the bytes of each chunk."""
+        return [known[each] for known, each in zip(self._chunk_bytes, residency, strict=True)]
+
+    @functools.cached_property
+    def _chunk_bytes(self) -> list[dict[Residency, _ChunkBytes]]:
+        return [{each: _ChunkBytes.of(chunk, each) for each in RESIDENCIES} for chunk in self.shape.chunks]
 
     def late_of(self, residency: Residencies) -> tuple[bool, ...]:
         """Return what values depend on of a residency: whether each of ``late_chunks`` is persistent."""
@@ -225,7 +263,8 @@ class PlanSpace:
         return self._on_host(residency) + self.swapped_bytes(policies)
 
     def _host_bytes(self, residency: Residencies) -> int:
-        return total(host_bytes(self.shape, Choice((), residency, 0)))
+        figures = self._figures(residency)
+        return sum(each.host for each in figures) + landing_bytes(self.shape, [each.landing for each in figures])
 
     def _swapped_bytes(self, policies: Policies) -> int:
         """Return the host bytes of what policies swap."""

@@ -61,22 +61,24 @@ class TimeBounds:
         own = (ms for ms, each in zip(self.own_update, residency, strict=True) if each == "persistent")
         return sum(self.collect) + sum(own)
 
-    def _ms(self, segment: int, role: Role) -> float:
-        cost = self.profile.templates[self.shape.segments[segment].template].parts.get(role)
-        return cost.ms if cost is not None and role in self.shape.segments[segment].calls else 0.0
+    @functools.cached_property
+    def _ms(self) -> list[dict[Role | None, float]]:
+        """The time of each segment's calls, of the backward's with what a segment is recomputed by."""
+        found: list[dict[Role | None, float]] = []
+        for segment in self.shape.segments:
+            parts = self.profile.templates[segment.template].parts
+            ms: dict[Role | None, float] = {r: parts[r].ms if r in parts else 0.0 for r in segment.calls}
+            found.append({None: 0.0, "forward": 0.0, "backward": 0.0, **ms})
+        return found
 
     def _calls(self, policies: Policies) -> tuple[list[float], list[float], float]:
         """Return when each segment's forward begins and its backward ends at the earliest, and when the last ends."""
-        now, begins = 0.0, []
-        for index in range(len(self.shape.segments)):
-            begins.append(now)
-            now += self._ms(index, "forward")
+        *begins, now = itertools.accumulate((ms["forward"] for ms in self._ms), initial=0.0)
         ends = [0.0] * len(begins)
         recomputed = recomputed_segments(self.shape, policies)
         for index in reversed(range(len(begins)) if self.shape.differentiable else range(0)):
-            again = recomputed[index]
-            now += self._ms(index, again) if again is not None else 0.0
-            now += self._ms(index, "backward")
+            ms = self._ms[index]
+            now += ms.get(recomputed[index], 0.0) + ms["backward"]
             ends[index] = now
         return begins, ends, now
 
