@@ -37,7 +37,7 @@ from bench.part_times import part_times, parts_table
 from bench.states import SIZES, fill
 
 SEQUENCE = 1024
-WARMUP = 4
+WARMUP = 3
 PATTERN = re.compile(
     r"(\w+):(\d+):(\d+(?:\.\d+)?)(\+clip)?(?:=([a-z_]+(?:(?:\*\d+)?,[a-z_]+)*(?:\*\d+)?))?(?:@(?:p(\d+))?,?(?:b(\d+))?)?"
 )
@@ -190,41 +190,70 @@ class Subject:
 
     def measure(self, configuration: Configuration) -> dict[str, Any]:
         """Train under the cap; return what was measured and predicted."""
-        import protrain_compile as protrain
-        from protrain_compile.backend import protrain as backend
-
-        on_gpu = self.device.startswith("cuda")
-        options = {
-            "schedule": "off",
-            "plan": hand_plan(configuration, self.model),
-            "memory_budget": limit_memory(configuration),
-        }
-        given = {name: value for name, value in options.items() if value is not None}
-        compiled: Any = torch.compile(self.model, backend=backend, options=given)
-        begun = time.perf_counter()
-        step = Step(configuration, compiled, self.optimizer, self.device)
-        seconds = step.measure()
-        found = {
-            "configuration": str(configuration),
-            "step_ms": seconds * 1e3,
-            "tokens_s": configuration.batch * SEQUENCE / seconds,
-            "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
-            "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else 0,
-            "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0,
-        }
-        parts, peaks = part_times(step) if on_gpu else ({}, [])
-        trained = time.perf_counter()
-        part = protrain.schedule(compiled).parts[0]
-        planned = part.graph.planned(part.schedule)
-        schedule, other_bytes = part.schedule, planned.budget.other_bytes if planned is not None else 0
-        shape, plan = _shape_and_plan(schedule, self.managed)
-        predicted = _predict(schedule, shape, plan, parts)
-        spent = {"train_s": trained - begun, "predict_s": time.perf_counter() - trained}
-        return {**found, "other_bytes": other_bytes, "peaks": peaks, **spent, **predicted}
+        return Run(self, configuration).measure(str(configuration))
 
     def close(self) -> None:
         """Give back what the chunks hold."""
         self.managed.close()
+
+
+class Run:
+    """A subject compiled for one configuration, and planned."""
+
+    def __init__(self, subject: Subject, configuration: Configuration) -> None:
+        import protrain_compile as protrain
+        from protrain_compile.backend import protrain as backend
+
+        self.subject, self.configuration, self.begun = subject, configuration, time.perf_counter()
+        self.on_gpu = subject.device.startswith("cuda")
+        options = {
+            "schedule": "off",
+            "plan": hand_plan(configuration, subject.model),
+            "memory_budget": limit_memory(configuration),
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        compiled: Any = torch.compile(subject.model, backend=backend, options=given)
+        self.step = Step(configuration, compiled, subject.optimizer, subject.device)
+        self.step()
+        self.schedule = protrain.schedule(compiled)
+        self.part = self.schedule.parts[0]
+        planned = self.part.graph.planned(self.part.schedule)
+        self.other_bytes = planned.budget.other_bytes if planned is not None else 0
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """Return what was measured and predicted of the plan in use."""
+        seconds = self.step.measure()
+        found = {
+            "configuration": name,
+            "step_ms": seconds * 1e3,
+            "tokens_s": self.configuration.batch * SEQUENCE / seconds,
+            "peak_bytes": torch.cuda.max_memory_allocated() if self.on_gpu else 0,
+            "reserved_bytes": torch.cuda.max_memory_reserved() if self.on_gpu else 0,
+            "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.on_gpu else 0,
+        }
+        parts, peaks = part_times(self.step) if self.on_gpu else ({}, [])
+        spent = {"train_s": time.perf_counter() - self.begun}
+        predicted = _predict(self.part.schedule, *self.shape_and_plan(), parts)
+        return {**found, "other_bytes": self.other_bytes, "peaks": peaks, **spent, **predicted}
+
+    def shape_and_plan(self) -> tuple[Any, Any]:
+        """Return the StepShape of what runs, and its plan in full."""
+        from protrain_compile.packing import training_of
+        from protrain_compile.shape_reader import step_shape
+
+        schedule, managed = self.part.schedule, self.subject.managed
+        chunks = schedule.chunks
+        places = {i: chunks.layout.chunks[c].slots[slot].parameter for i, (c, slot) in chunks.place_of.items()}
+        training = training_of(chunks.layout, places, managed.specs, managed.preparation, managed.book)
+        residency, buffers = chunks.residency, chunks.buffers
+        plan = dataclasses.replace(schedule.plan, residency=residency, uniform_residency=None, buffers=buffers)
+        return step_shape(schedule.program, training, plan.loss), plan
+
+    def use(self, plan: Any) -> None:
+        """Go on with another plan of the same chunks, under the same cap."""
+        self.begun = time.perf_counter()
+        self.schedule.use(plan)
+        limit_memory(self.configuration)
 
 
 def limit_memory(configuration: Configuration) -> int:
@@ -267,19 +296,6 @@ class Step:
 def _synchronize(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
-
-
-def _shape_and_plan(schedule: Any, managed: Any) -> tuple[Any, Any]:
-    """Return the StepShape of what ran, and its plan in full."""
-    from protrain_compile.packing import training_of
-    from protrain_compile.shape_reader import step_shape
-
-    chunks = schedule.chunks
-    places = {i: chunks.layout.chunks[c].slots[slot].parameter for i, (c, slot) in chunks.place_of.items()}
-    training = training_of(chunks.layout, places, managed.specs, managed.preparation, managed.book)
-    residency, buffers = chunks.residency, chunks.buffers
-    plan = dataclasses.replace(schedule.plan, residency=residency, uniform_residency=None, buffers=buffers)
-    return step_shape(schedule.program, training, plan.loss), plan
 
 
 def _predict(schedule: Any, shape: Any, plan: Any, parts: dict[str, Any]) -> dict[str, Any]:
