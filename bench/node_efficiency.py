@@ -23,7 +23,7 @@ from protrain_compile.links import Links, default_links
 from protrain_compile.profile import HardwareProfile, Profile
 from protrain_compile.runtime.device_budget import RESERVE_SHARE
 from protrain_compile.shards import ALONE, Sharding, World
-from protrain_compile.solver import search
+from protrain_compile.solver import SAME_SHARE, STAY_SHARE, search
 from protrain_compile.step_shape import StepShape
 
 MODEL = (
@@ -107,7 +107,9 @@ def traced_case(batch: int, hardware: HardwareProfile) -> Case:
 def page(found: Sequence[tuple[str, ...]], hardware: HardwareProfile, links: Links) -> str:
     """Return the page: table and assumptions."""
     header = ("GPUs", "nodes", "tokens a GPU", *(f"{column} divided" for column in COLUMNS))
-    return PAGE.format(table=table(header, found, markdown=True), hardware=hardware, links=links)
+    return PAGE.format(
+        table=table(header, found, markdown=True), hardware=hardware, links=links, stay=STAY_SHARE, same=SAME_SHARE
+    )
 
 
 PAGE = """\
@@ -123,7 +125,11 @@ Assumptions:
 
 - An 8 B Llama in bf16 with AdamW, rows of 4,096 tokens, everything else planned. Times are estimated from the rates in
   `protrain_compile/hardware/h200.json` ({hardware.name}).
-- More GPUs update a smaller share of the states each, and have room for more activations: they may keep more than all.
+- Above 100%: the one GPU of unlimited memory updates all states, some 65 ms of work on the device, or on the host
+  beside compute where that is faster by more than {stay:.0%}; of many GPUs each updates a small share of them. Where
+  memory is short, states must move to the host, so that a GPU with its own memory may be up to {stay:.0%} faster than
+  the one whose memory is unlimited. In brackets two searches are compared, which take plans within {same:.1%} for equal
+  and stay with what moves less within {stay:.0%}: a difference of that size, either way, says nothing of links.
 - Collectives are rings over the links of `protrain_compile/hardware/links/h200.json`: {links.inside_gb_per_s:.0f} GB/s
   each way and {links.inside_us:.0f} us a step inside a node of 8; {links.across_gb_per_s:.0f} GB/s each way for a GPU
   and {links.across_us:.0f} us a step between nodes. None of these is measured; that file says where each is from.
