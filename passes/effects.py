@@ -194,6 +194,14 @@ class Ledger:
         """Note that a chunk's home was written: buffers that hold it are stale."""
         self.holder = {buffer: held for buffer, held in self.holder.items() if held != chunk}
 
+    def optimizer_step(self) -> Steps:
+        """Return what ``step()`` issues: the updates that wait, in the order of the chunks."""
+        return tuple(step for chunk in sorted(self.pending) for step in apply_update(chunk, self))
+
+    def written(self, chunk: int) -> tuple[Access, tuple[Event, ...]]:
+        """Return what a write of a persistent chunk's parameters leaves, and what it records."""
+        return parameters(chunk), ()
+
 
 # ---- accesses ------------------------------------------------------------------------------------------------------
 
@@ -411,11 +419,6 @@ def effect_of(node: fx.Node, table: Mapping[Callable[..., Any], Effect] = EFFECT
     if isinstance(node.target, Artefact):
         return _compute
     return table.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
-
-
-def optimizer_step(ledger: Ledger) -> Steps:
-    """Return what ``step()`` issues: the updates that wait, in the order of the chunks."""
-    return tuple(step for chunk in sorted(ledger.pending) for step in apply_update(chunk, ledger))
 
 
 def _number(call: Call) -> int:

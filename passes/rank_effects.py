@@ -79,6 +79,18 @@ class RankLedger(Ledger):
         """Whether a chunk's parameters are whole on the device."""
         return self.on_device(chunk) and self.sharding[chunk] != "parameters"
 
+    def optimizer_step(self) -> Steps:
+        """See :meth:`Ledger.optimizer_step`: reduces that wait come first."""
+        reduced = [step for chunk in sorted(self.unreduced) for step in _reduce_whole(chunk, self)]
+        return (*reduced, *(step for chunk in sorted(self.pending) for step in _apply(chunk, self)))
+
+    def written(self, chunk: int) -> tuple[Access, tuple[Event, ...]]:
+        """See :meth:`Ledger.written`: of this rank's shard, which is to be gathered again."""
+        self.forget(chunk)
+        if self.is_whole(chunk):
+            self.stale.add(chunk)
+        return _shard(chunk), (Event("written", chunk),)
+
 
 def ledger_of(chunks: ChunkBinding, landings: int) -> Ledger:
     """Return the ledger at the start; see ``Ledger.of``."""
@@ -93,24 +105,6 @@ def ledger_of(chunks: ChunkBinding, landings: int) -> Ledger:
 def table_of(chunks: ChunkBinding | None) -> Mapping[Callable[..., Any], Effect]:
     """Return the table for a model's chunks."""
     return EFFECTS if chunks is None or chunks.sharding is None else RANK_EFFECTS
-
-
-def optimizer_step(ledger: Ledger) -> Steps:
-    """Return what ``step()`` issues: reduces that wait, then updates, in the order of the chunks."""
-    if not isinstance(ledger, RankLedger):
-        return effects.optimizer_step(ledger)
-    reduced = [step for chunk in sorted(ledger.unreduced) for step in _reduce_whole(chunk, ledger)]
-    return (*reduced, *(step for chunk in sorted(ledger.pending) for step in _apply(chunk, ledger)))
-
-
-def written(chunk: int, ledger: Ledger) -> tuple[Access, tuple[Event, ...]]:
-    """Return what a write of a persistent chunk's parameters leaves, and what it records."""
-    if not isinstance(ledger, RankLedger):
-        return effects.parameters(chunk), ()
-    ledger.forget(chunk)
-    if ledger.is_whole(chunk):
-        ledger.stale.add(chunk)
-    return _shard(chunk), (Event("written", chunk),)
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------
@@ -134,7 +128,7 @@ def _reduced(chunk: int) -> Event:
     return Event("reduced", chunk)
 
 
-def _known(row: Callable[[Call, RankLedger], Steps]) -> Effect:
+def _of_rank(row: Callable[[Call, RankLedger], Steps]) -> Effect:
     def effect(call: Call, ledger: Ledger) -> Steps:
         assert isinstance(ledger, RankLedger)
         return row(call, ledger)
@@ -266,20 +260,20 @@ def _apply(chunk: int, ledger: RankLedger) -> Steps:
     ledger.pending.remove(chunk)
     ledger.summed.discard(chunk)
     reads = (gradients(chunk), _resident(chunk, ledger))
-    shard, records = written(chunk, ledger)
+    shard, records = ledger.written(chunk)
     return (Step("compute", (_reduced(chunk),), reads, (shard,), records),)
 
 
 RANK_EFFECTS: dict[Callable[..., Any], Effect] = {
     **EFFECTS,
-    ops.bind: _known(_bind),
-    ops.gather: _known(_gather),
-    ops.prefetch: _known(_prefetch),
-    ops.wait: _known(_wait),
-    ops.collect: _known(_collect),
-    ops.offload: _known(_offload),
-    ops.update: _known(_update),
-    ops.all_gather: _known(_all_gather),
-    ops.reduce_scatter: _known(_reduce_scatter),
+    ops.bind: _of_rank(_bind),
+    ops.gather: _of_rank(_gather),
+    ops.prefetch: _of_rank(_prefetch),
+    ops.wait: _of_rank(_wait),
+    ops.collect: _of_rank(_collect),
+    ops.offload: _of_rank(_offload),
+    ops.update: _of_rank(_update),
+    ops.all_gather: _of_rank(_all_gather),
+    ops.reduce_scatter: _of_rank(_reduce_scatter),
 }
 """What each named operation does where ranks share chunks."""

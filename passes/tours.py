@@ -16,7 +16,7 @@ from typing import Literal
 from passes import effects
 from passes.chunk_views import Operation
 from passes.effects import Call, Event, Ledger, Step, UpdateMode
-from passes.rank_effects import RankLedger, optimizer_step, table_of, written
+from passes.rank_effects import RankLedger, table_of
 from protrain_compile import ops
 from protrain_compile.chunks import ChunkBinding
 
@@ -149,7 +149,7 @@ def issued_steps(
 
 
 def _step(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
-    yield from optimizer_step(ledger)
+    yield from ledger.optimizer_step()
 
 
 def _forward_of_others(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iterator[Step]:
@@ -186,7 +186,7 @@ def _updates_of_others(ledger: Ledger, chunks: ChunkBinding, first: int) -> Iter
     yield Step("compute", records=(made,))
     for chunk in range(len(ledger.residency)):
         if ledger.on_device(chunk):
-            left, records = written(chunk, ledger)
+            left, records = ledger.written(chunk)
             yield Step("compute", writes=(left,), records=records)
         else:
             ledger.forget(chunk)

@@ -68,7 +68,6 @@ class ManagedModel:
         self.gradients: WaitingGradients | None = None
         self.versions: list[int] = []
         self.buffers = 0
-        self.sharding: tuple[Sharding, ...] | None = None
         self._owner = os.getpid()
         self.guard = UpdateGuard(
             clips=preparation.max_grad_norm is not None,
@@ -91,6 +90,11 @@ class ManagedModel:
             parameter = reference()
             if parameter is not None and source is not None:
                 release(parameter, source)
+
+    @property
+    def sharding(self) -> tuple[Sharding, ...] | None:
+        """What ranks divide of each packed chunk; None where one rank has the model."""
+        return self.residency.store.division.sharding if isinstance(self.residency, ShardedResidency) else None
 
     def source_device(self, index: int) -> torch.device:
         """Return where a parameter was before anything is packed."""
@@ -150,7 +154,6 @@ class ManagedModel:
         self.layout, self.buffers, self.versions = packing.layout, packing.buffers, versions
         self.residency = residency
         if isinstance(residency, ShardedResidency):
-            self.sharding = residency.store.division.sharding
             self.gradients = SharedGradients(self.specs, self.parameters, residency, self.guard)
         else:
             self.gradients = WaitingGradients(self.specs, self.parameters, residency, self.guard)

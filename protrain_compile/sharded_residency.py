@@ -211,10 +211,10 @@ class ShardedResidency(ChunkResidency):
         self._shards[target] = chunk
 
     def _gather_in(self, chunk: int, target: Buffer) -> None:
+        del self._shards[target]  # first: a gather that raises leaves what nobody knows
         self.streams.wait(target.arrival, "gather")
         self._gather(chunk, self._flat(chunk, target))
         self.streams.record(target.arrival, "gather")
-        del self._shards[target]
         target.holder = chunk
 
     def _gather(self, chunk: int, flat: torch.Tensor) -> None:

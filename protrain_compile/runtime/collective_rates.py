@@ -22,7 +22,7 @@ def measure_collectives(ranks: Ranks) -> tuple[CollectiveCost, ...]:
     for size in SIZES_BYTES:
         flat = torch.zeros(size // 4 // ranks.size * ranks.size, device=ranks.device)
         for kind in get_args(CollectiveKind):
-            count = ranks.replicas if kind == "all_reduce" else ranks.size
+            count = ranks.world.replicas if kind == "all_reduce" else ranks.size
             if count > 1:
                 whole = ranks.shard(flat).nbytes if kind == "all_reduce" else flat.nbytes
                 found.append(CollectiveCost(kind, whole, count, _measure_ms(ranks, kind, flat)))

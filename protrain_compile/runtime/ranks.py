@@ -55,9 +55,7 @@ class Ranks:
 
     Attributes:
         rank: This process's number among those that divide chunks.
-        size: How many divide chunks.
-        replicas: How many such groups there are; more than one with a mesh of two dimensions.
-        world: The same, and on how many machines they are.
+        world: How many there are, and on how many machines.
         traffic: What the collectives moved so far.
     """
 
@@ -70,14 +68,19 @@ class Ranks:
         self.device = device
         self.traffic = Traffic()
         self._shard, self._replicate = _groups_of(mesh)
-        self.rank, self.size = dist.get_rank(self._shard), dist.get_world_size(self._shard)
-        self.replicas = 1 if self._replicate is None else dist.get_world_size(self._replicate)
+        self.rank = dist.get_rank(self._shard)
         self._world_rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._staged = _backend_of(self._shard, device) == "gloo" and device.type != "cpu"
         # Gloo reaches a waiting rank's timeout as the main group does.
         self._agreement = dist.new_group(backend="gloo", timeout=compat.group_timeout(self._shard, device))
         nodes = len(set(self._every(platform.node(), "the names of the nodes")))
-        self.world = World(self.size, self.replicas, nodes)
+        replicas = 1 if self._replicate is None else dist.get_world_size(self._replicate)
+        self.world = World(dist.get_world_size(self._shard), replicas, nodes)
+
+    @property
+    def size(self) -> int:
+        """How many divide chunks."""
+        return self.world.ranks
 
     # ---- chunks --------------------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ class Ranks:
 
     def reduce_scatter(self, flat: torch.Tensor, what: str) -> None:
         """Replace this rank's shard of ``flat`` by its mean over all ranks, in place; the rest is lost."""
-        flat.div_(self.size * self.replicas)  # before the sum, as DDP does: a sum of 16-bit gradients may overflow
+        flat.div_(self.world.size)  # before the sum, as DDP does: a sum of 16-bit gradients may overflow
         with self._waiting(f"reduce_scatter of {what}"):
             self._on_host(flat, self._reduce)
         self.traffic.reduces += 1
@@ -138,7 +141,7 @@ class Ranks:
 
     def total(self, value: float, what: str) -> float:
         """Return the sum of every shard's ``value``."""
-        return sum(self._every(value, what)) / self.replicas
+        return sum(self._every(value, what)) / self.world.replicas
 
     def least(self, value: int | None, what: str) -> int | None:
         """Return the least ``value`` of all ranks; None if every rank has none."""

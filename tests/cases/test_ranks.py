@@ -27,10 +27,10 @@ CHECKS = (
     "a_nonfinite_gradient_on_one_rank_skips_on_all",
     "states_are_whole_on_every_rank",
     "gathers_wait_for_writes",
-    "measured_collectives_count",
+    "collectives_are_measured",
 )
 CHECKS_OF_SIZE = {
-    3: ("uneven_tails_equal_one_rank", "traffic_is_that_of_zero", "measured_collectives_count"),
+    3: ("uneven_tails_equal_one_rank", "traffic_is_that_of_zero", "collectives_are_measured"),
     4: ("uneven_tails_equal_one_rank", "hybrid_sharding_equals_one_rank"),
 }
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from support.schedules import find
 from torch import fx
 
-from passes import tours
 from passes.chunk_views import schedule_operations
-from passes.effects import Call, Ledger, Step
-from passes.rank_effects import optimizer_step
+from passes.effects import Call, Ledger, Step, Steps
+from passes.rank_effects import RankLedger
 from passes.tours import Tour
 from passes.verify_order import verify_order, verify_tour
 from protrain_compile import ops
@@ -76,7 +76,8 @@ def is_missed(schedule: Schedule, dropped: DroppedWait, tour: Tour | None = None
     operations = schedule_operations(schedule)
     with pytest.MonkeyPatch.context() as patch:
         if dropped.graph == "step":
-            patch.setattr(tours, "optimizer_step", _step_without(dropped))
+            for kind in (Ledger, RankLedger):
+                patch.setattr(kind, "optimizer_step", _step_without(dropped, kind.optimizer_step))
         else:
             place = next(i for i, each in enumerate(operations[dropped.graph]) if each.node.name == dropped.node)
             whole = operations[dropped.graph][place]
@@ -98,9 +99,9 @@ def _without(step: Step, kind: str) -> Step:
     return dataclasses.replace(step, waits=tuple(each for each in step.waits if each.kind != kind))
 
 
-def _step_without(dropped: DroppedWait) -> Callable[[Ledger], tuple[Step, ...]]:
-    def steps(ledger: Ledger) -> tuple[Step, ...]:
-        found = optimizer_step(ledger)
+def _step_without(dropped: DroppedWait, whole: Callable[[Any], Steps]) -> Callable[[Any], Steps]:
+    def steps(ledger: Ledger) -> Steps:
+        found = whole(ledger)
         mine = [any(str(event.key) == dropped.node for event in (*step.records, *step.waits)) for step in found]
         return tuple(_without(s, dropped.event) if own else s for s, own in zip(found, mine, strict=True))
 

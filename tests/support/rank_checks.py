@@ -269,13 +269,13 @@ def micro_batches_communicate_once_where_gradients_are_whole() -> None:
         assert traffic.reduces - before == reduces * CHUNKS
 
 
-def measured_collectives_count() -> None:
-    """Every kind that the ranks run, at two sizes; the search asks them before any link table."""
+def collectives_are_measured() -> None:
+    """Every kind that the ranks run, at two sizes, which is no traffic of the model; once for all that ask."""
     ranks = prepared(Stack(), forced("persistent"), data=own).optimizer._managed.preparation.ranks
     before = dataclasses.replace(ranks.traffic)
     found = measure_collectives(ranks)
     assert ranks.traffic == before
-    kinds = ["all_gather", "reduce_scatter"] + ["all_reduce"] * (ranks.replicas > 1)
+    kinds = ["all_gather", "reduce_scatter"] + ["all_reduce"] * (ranks.world.replicas > 1)
     assert [each.kind for each in found] == 2 * kinds
     assert all(each.ms > 0 for each in found)
     agreement = Agreement(ranks)

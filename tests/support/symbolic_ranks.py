@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from support.symbolic import Cell, Memory, QueueStreams, QueueWorker, Trace
+from support.symbolic import Cell, Memory, QueueStreams, Trace
 from support.symbolic_runtime import SymbolicRuntime, SymbolicStore
 
 from protrain_compile.chunks import ChunkBinding
@@ -74,20 +74,16 @@ class RankStore(SymbolicStore):
 class RankRuntime(SymbolicRuntime):
     """Runs schedules of a model whose chunks ranks share."""
 
+    RESIDENCY = ShardedResidency
+    STREAMS = RankStreams
     residency: ShardedResidency
 
     def _make_store(self, spec: StoreSpec) -> SymbolicStore:
         return RankStore(self.trace, spec, self.chunks)
 
     def _make_residency(self) -> ShardedResidency:
-        made = ShardedResidency(
-            self.store,  # type: ignore[arg-type]
-            RankStreams(self.trace),  # type: ignore[arg-type]
-            QueueWorker(self.trace),  # type: ignore[arg-type]
-            self.chunks.buffers,
-            self._offsets,  # type: ignore[arg-type]
-            measures_norms=False,
-        )
+        made = super()._make_residency()
+        assert isinstance(made, ShardedResidency)
         made._segments_of = self._offsets  # type: ignore[assignment]
         events = (("gathered", made._gathered), ("collected", made._collected), ("reduced", made._reduced))
         for kind, found in (*events, ("written", made._updated)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from support.symbolic import (
@@ -93,6 +93,9 @@ class Run:
 class SymbolicRuntime:
     """Runs schedules of one prepared model, as ``CompiledGraph`` and the managed optimizer do."""
 
+    RESIDENCY: ClassVar[type[ChunkResidency]] = ChunkResidency
+    STREAMS: ClassVar[type[QueueStreams]] = QueueStreams
+
     def __init__(self, chunks: ChunkBinding, landings: int, *, clips: bool = False) -> None:
         self.trace = Trace()
         self.chunks = chunks
@@ -114,9 +117,9 @@ class SymbolicRuntime:
         return SymbolicStore(self.trace, spec)
 
     def _make_residency(self) -> ChunkResidency:
-        return ChunkResidency(
+        return self.RESIDENCY(
             self.store,  # type: ignore[arg-type]
-            QueueStreams(self.trace),  # type: ignore[arg-type]
+            self.STREAMS(self.trace),  # type: ignore[arg-type]
             QueueWorker(self.trace),  # type: ignore[arg-type]
             self.chunks.buffers,
             self._offsets,  # type: ignore[arg-type]
