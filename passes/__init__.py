@@ -10,6 +10,7 @@ graphs that run::
     dedupe_templates     segments of one structure share one template
     slice_loss           the loss of a large vocabulary a second time, in slices of tokens
     partition_templates  forward, recompute and backward of each template
+    omit_tangents        backwards without the tangents of outputs that nothing was computed from
 
     apply_policies       the forward and backward graphs for the Plan's policies
     offload_activations  saved values of swapped blocks leave for the host, and are back before their backward
@@ -31,6 +32,7 @@ from passes.insert_updates import InsertUpdates
 from passes.interface import Pass, PassRecord, Pipeline
 from passes.move_chunks import MoveChunks
 from passes.offload_activations import OffloadActivations
+from passes.omit_tangents import OmitTangents
 from passes.outline_blocks import OutlineBlocks
 from passes.partition_templates import PartitionTemplates
 from passes.place import Place
@@ -62,6 +64,7 @@ def structure_pipeline(*, inductor: bool, inductor_draws: bool, print_after: str
             DedupeTemplates(),
             SliceLoss(),
             PartitionTemplates(inductor=inductor),
+            OmitTangents(),
         ],
         given={"captured"},
         verify=verify_program,

@@ -230,6 +230,8 @@ class _Backward(_Writer):
         return node
 
     def _fake(self, key: Key) -> Any:
+        if self.tangent_position.get(key) in self.program.absent_tangents:
+            return None
         if isinstance(key, fx.Node):
             return fake_value(key)
         parts = self.parts(key.segment)

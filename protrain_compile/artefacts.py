@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ class Artefact:
         self.__module__ = "artefact"
         self.role = role
         self.graph = graph
-        self._run: Callable[[list[Any]], Sequence[Any]] | None = None
+        self._run: Boxed | None = None
 
     def __call__(self, boxed: list[Any], *, stream: str) -> Sequence[Any]:
         """Run on ``stream`` (the current one is ``compute``); return the results in order."""
@@ -49,11 +51,56 @@ class Artefact:
     def compile(self, mode: CompileMode, fake_mode: compat.FakeTensorMode | None) -> None:
         """Compile with Inductor, or prepare to run the ATen operations one by one."""
         start = time.perf_counter()
-        if mode == "inductor" and not _is_trivial(self.graph):
-            self._run = _compile_with_inductor(self.graph, fake_mode)
-        else:
-            self._run = compat.use_boxed_calls(self.graph).forward
+        self._run = _compiled(self.graph, mode, fake_mode)
         log.debug("compiled %s (%s) in %.2f s", self.__name__, mode, time.perf_counter() - start)
+
+
+class BackwardArtefact(Artefact):
+    """A backward that is planned without some tangents: None comes in their place.
+
+    Where they come all the same the complete backward runs, which is compiled when that first happens.
+    """
+
+    def __init__(self, template: Template) -> None:
+        """Take a template whose parts have a complete backward."""
+        parts = template.parts
+        assert parts is not None
+        assert parts.backward is not None
+        super().__init__(template, "backward", parts.backward)
+        refs = enumerate(parts.backward_inputs)
+        self._absent = [i for i, ref in refs if ref.kind == "tangent" and ref.index in parts.absent_tangents]
+        self._complete_graph = parts.complete_backward
+        self._compile: Callable[[fx.GraphModule], Boxed] | None = None
+        self._complete: Boxed | None = None
+
+    def __call__(self, boxed: list[Any], *, stream: str) -> Sequence[Any]:
+        """Run; of the tangents that it is planned without, all or none are there."""
+        if boxed[self._absent[0]] is None:
+            for position in reversed(self._absent):
+                del boxed[position]
+            return super().__call__(boxed, stream=stream)
+        if self._complete is None:
+            assert self._compile is not None
+            assert self._complete_graph is not None
+            self._complete = self._compile(self._complete_graph)
+        return self._complete(boxed)
+
+    def compile(self, mode: CompileMode, fake_mode: compat.FakeTensorMode | None) -> None:
+        """Compile the backward without the absent tangents."""
+        self._compile = functools.partial(_compiled, mode=mode, fake_mode=fake_mode)
+        with compat.unset_fake_temporarily():
+            graph = copy.deepcopy(self.graph)
+        placeholders = list(graph.graph.find_nodes(op="placeholder"))
+        for position in self._absent:
+            graph.graph.erase_node(placeholders[position])
+        self._run = self._compile(graph)
+
+
+def _compiled(graph: fx.GraphModule, mode: CompileMode, fake_mode: compat.FakeTensorMode | None) -> Boxed:
+    if mode == "inductor" and not _is_trivial(graph):
+        return _compile_with_inductor(graph, fake_mode)
+    boxed: Boxed = compat.use_boxed_calls(graph).forward
+    return boxed
 
 
 def _compile_with_inductor(graph: fx.GraphModule, fake_mode: compat.FakeTensorMode | None) -> Boxed:
@@ -80,7 +127,8 @@ class ArtefactSet:
             assert template.parts is not None
             graph = template.parts.graphs().get(role)
             assert graph is not None, f"{template.name} has no {role}"
-            self._handles[key] = Artefact(template, role, graph)
+            does_without = role == "backward" and template.parts.complete_backward is not None
+            self._handles[key] = BackwardArtefact(template) if does_without else Artefact(template, role, graph)
         return self._handles[key]
 
     def compile(self) -> None:

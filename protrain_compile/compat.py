@@ -76,8 +76,9 @@ def run_aot(
 ) -> Callable[..., Any]:
     """Trace ``gm`` through AOTAutograd with the given partitioner and compilers.
 
-    Donated buffers are off: the saved token must survive the backward call. Mutations of inputs leave the graph as
-    outputs and are copied back by AOTAutograd, also for inference, so that a graph may be run in pieces.
+    Donated buffers are off: the saved token must survive the backward call. Its tangents may be None. Mutations of
+    inputs leave the graph as outputs and are copied back by AOTAutograd, also for inference, so that a graph may be
+    run in pieces.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -95,7 +96,22 @@ def run_aot(
             keep_inference_input_mutations=False,
         )
         compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
-        return compiled
+
+    def call(*arguments: Any) -> Any:
+        results = compiled(*arguments)
+        _make_no_zeros(results)
+        return results
+
+    return call
+
+
+def _make_no_zeros(results: Any) -> None:
+    """Let the backward that made ``results`` take None for a tangent that autograd does not have."""
+    for result in results if isinstance(results, list | tuple) else ():
+        node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
+        if hasattr(node, "set_materialize_grads"):
+            node.set_materialize_grads(False)
+            return
 
 
 class _Carrier(ShortenTraceback):

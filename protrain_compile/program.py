@@ -10,13 +10,14 @@ Structure passes fill it in step by step::
     dedupe_templates   templates             what structurally identical segments share
     slice_loss         sliced                a second template for the loss, in slices of tokens
     partition_templates  template.parts      forward, recomputes and backward of each template
+    omit_tangents      absent_tangents       backwards for tangents that autograd does not have
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -123,6 +124,8 @@ class Parts:
         backward: ``(backward_inputs) -> gradients``; None for a segment without one.
         backward_inputs: What it takes: segment inputs, saved values, tangents.
         held_tangents: Tangents, by position, that autograd hands over: it holds them until the whole backward returns.
+        absent_tangents: Tangents, by position, for which ``backward`` takes None; a placeholder without a value.
+        complete_backward: The backward for all tangents, with the same inputs; None where ``backward`` is that one.
     """
 
     forward: fx.GraphModule
@@ -134,9 +137,11 @@ class Parts:
     backward: fx.GraphModule | None = None
     backward_inputs: tuple[Ref, ...] = ()
     held_tangents: frozenset[int] = frozenset()
+    absent_tangents: frozenset[int] = frozenset()
+    complete_backward: fx.GraphModule | None = None
 
     def graphs(self) -> dict[Role, fx.GraphModule]:
-        """Return the graph of every part that there is, in the order of ``roles.ROLES``."""
+        """Return the graph of every part that is planned for, in the order of ``roles.ROLES``."""
         found: dict[Role, fx.GraphModule] = {"forward": self.forward}
         found.update((role, again.graph) for role, again in self.recomputes.items())
         return found if self.backward is None else {**found, "backward": self.backward}
@@ -194,6 +199,8 @@ class Program:
         segments: One per non-empty stage, in execution order.
         templates: The distinct structures, and ``template_of`` each segment.
         sliced: For a template that ends in a loss, the template that computes the same in slices of tokens.
+        absent_tangents: Tangents, by position, that the backward is planned without: they come where something was
+            computed from an output that is no loss.
         notes: Things worth telling the user about this graph.
     """
 
@@ -209,6 +216,7 @@ class Program:
     templates: tuple[Template, ...] = ()
     template_of: tuple[int, ...] = ()
     sliced: dict[int, int] = dataclasses.field(default_factory=dict)
+    absent_tangents: frozenset[int] = frozenset()
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -247,6 +255,13 @@ class Program:
     def structures(self) -> int:
         """How many different templates the segments have; the sliced form of one counts as that one."""
         return len(set(self.template_of))
+
+    def symbol_values(self, sizes: Sequence[int]) -> dict[Any, int]:
+        """Return the number for each symbol of symbolic sizes, from those of a call's inputs of kind SYMBOL."""
+        kinds = zip(self.primals, self.inputs, strict=True)
+        symbols = [fake_value(node) for node, source in kinds if source.kind is InputKind.SYMBOL]
+        pairs = zip(symbols, sizes, strict=False)
+        return {symbol.node.expr: size for symbol, size in pairs if isinstance(symbol, torch.SymInt)}
 
     def template_index(self, segment: int, loss: str | None) -> int:
         """Return which template a segment runs: its own, or for a loss of ``sliced`` the sliced form of that."""

@@ -284,9 +284,9 @@ class _Reader:
 
     def _backward(self) -> None:
         program = self.program
-        for node in program.tangents:
+        for position, node in enumerate(program.tangents):
             value = fake_value(node)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and position not in program.absent_tangents:
                 self.of[node] = self._new("tangent", len(program.segments) - 1, storage_bytes(value))
                 self.of[node].returned = True  # autograd's engine holds it until the backward is over
         self._snapshot()

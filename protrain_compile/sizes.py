@@ -38,6 +38,12 @@ def hint(value: Any) -> int:
     return int(value)
 
 
+def make_zeros(like: torch.Tensor) -> torch.Tensor:
+    """Return zeros of the type, layout and device of a fake value, symbolic sizes as ``hint`` tells them."""
+    shape, strides = ([hint(size) for size in each] for each in (like.shape, like.stride()))
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device).zero_()
+
+
 def storage_key(value: torch.Tensor) -> int:
     """Return a number that views of one storage share."""
     return int(value.untyped_storage()._cdata)

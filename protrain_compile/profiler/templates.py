@@ -170,7 +170,8 @@ class TemplateRun:
             return [], []
         results = self._artefact("forward")(self._bind("forward", [], []), stream="compute")
         saved = list(results[self.of.num_outputs :])
-        return saved, [make_value(node, 1000 + i) for i, node in enumerate(self.tangent_nodes)]
+        absent = self.of.absent_tangents
+        return saved, [None if i in absent else make_value(node, 1000 + i) for i, node in enumerate(self.tangent_nodes)]
 
     def _bind(self, role: Role, saved: list[Any], tangents: list[Any]) -> list[Any]:
         """Return the arguments of a part."""

@@ -34,11 +34,12 @@ from protrain_compile.managed import ManagedModel
 from protrain_compile.options import Options
 from protrain_compile.plan import Plan
 from protrain_compile.planner import choose_loss
-from protrain_compile.program import InputKind, Program
+from protrain_compile.program import InputKind, Program, fake_value
 from protrain_compile.runtime.context import Context, ContextTable
 from protrain_compile.runtime.planning import Call, Planned, Planning, running
 from protrain_compile.runtime.swap import SwapSpace, make_swap_space
 from protrain_compile.schedule import Schedule
+from protrain_compile.sizes import make_zeros, sizes_at
 
 log = logging.getLogger("protrain_compile.runtime")
 
@@ -176,6 +177,7 @@ class CompiledGraph:
         primals = [_unattached(arguments[i]) for i in needed.primals]
         watched = [_unattached(arguments[i]) for i in needed.kept_arguments if i is not None]
         swap = self._swap_space(schedule, binding.managed)
+        sizes = [arguments[i] for i in self._symbol_positions]
         with torch.no_grad(), running(planned, begins=True, ends=False), _settling(swap):
             results = list(schedule.graphs["forward"].forward(_with_executors(binding.managed, swap, arguments)))
         split = len(results) - needed.num_kept
@@ -185,7 +187,7 @@ class CompiledGraph:
             value if i is None else value.detach()
             for value, i in zip(results[split:], needed.kept_outputs, strict=True)
         ]
-        context = Context(schedule, primals, kept, [*outputs, *watched], binding.managed, swap)
+        context = Context(schedule, primals, kept, [*outputs, *watched], binding.managed, swap, sizes)
         del results[split:]
         results.append(self.contexts.open(context))
         return results
@@ -196,7 +198,7 @@ class CompiledGraph:
         schedule, managed, swap = context.schedule, context.managed, context.swap
         keep = compat.keeps_graph()
         boxed = context.arguments(keep=keep)
-        boxed += [arguments[1 + i] for i in schedule.backward_inputs.tangents]
+        boxed += self._tangents(arguments[1:], context)
         arguments.clear()
         if swap is not None:
             boxed.insert(0, swap)
@@ -211,6 +213,20 @@ class CompiledGraph:
             except BaseException:
                 managed.backward_raised()
                 raise
+
+    def _tangents(self, given: Sequence[Any], context: Context) -> list[Any]:
+        """Return the tangents that the backward takes; zeros for those that autograd does not have.
+
+        Those that the backward is planned without may be None: all of them, or none.
+        """
+        absent = self.program.absent_tangents
+        may_lack = absent if all(given[i] is None for i in absent) else frozenset[int]()
+        tangents = self.program.tangents
+        with sizes_at(self.program.symbol_values(context.sizes)):
+            return [
+                make_zeros(fake_value(tangents[i])) if given[i] is None and i not in may_lack else given[i]
+                for i in context.schedule.backward_inputs.tangents
+            ]
 
     def inference(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the forward without a backward."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from protrain_compile.schedule import Schedule
 
 
 class Context:
-    """What one forward keeps: its schedule, the graph inputs to bind again, and the kept values."""
+    """What one forward keeps: its schedule, its symbolic sizes, the graph inputs to bind again, and the kept values."""
 
     def __init__(
         self,
@@ -37,8 +37,10 @@ class Context:
         watched: Iterable[Any] = (),
         managed: ManagedModel | None = None,
         swap: SwapSpace | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         self.schedule = schedule
+        self.sizes = sizes
         self.managed = managed
         self.swap = swap
         self._chunk_versions = () if managed is None else tuple(managed.versions)

@@ -15,7 +15,6 @@ import functools
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ from protrain_compile.planner import (
 from protrain_compile.profile import HardwareProfile, Profile
 from protrain_compile.profiler.estimate import estimate_profile
 from protrain_compile.profiler.measure import profile_program
-from protrain_compile.program import InputKind, Program, fake_value, is_symbol
+from protrain_compile.program import InputKind, Program, fake_value
 from protrain_compile.rank_shape import divided
 from protrain_compile.runtime.device_budget import DeviceBudget, DeviceMemoryError, Usage, measure_budget
 from protrain_compile.runtime.device_memory import PeakWatch, watch_of
@@ -165,12 +164,8 @@ class Planning:
             BudgetError: If no plan fits; nothing has been allocated.
             PlanError: If the plan that the user gave does not fit the model.
         """
-        with sizes_at(self._symbols(call)):
+        with sizes_at(self._program.symbol_values(call.sizes)):
             return self._plan(call)
-
-    def _symbols(self, call: Call) -> dict[Any, int]:
-        symbols = [fake_value(node) for node in self._program.primals if is_symbol(node)]
-        return {symbol.node.expr: size for symbol, size in zip(symbols, call.sizes, strict=False)}
 
     def _plan(self, call: Call) -> Planned:
         managed = call.managed
@@ -313,7 +308,7 @@ class Planning:
             return planned
         prediction = None
         if decision.prediction is not None:
-            with sizes_at(self._symbols(call)):
+            with sizes_at(self._program.symbol_values(call.sizes)):
                 shape = self.shape(call, plan, choose_loss(self._program, plan))
                 profile = self.measure(call.managed) if decision.measured else self.estimate()
                 prediction = simulate(shape, profile, complete(shape, plan, _fixed(call.managed)))
@@ -326,7 +321,7 @@ class Planning:
         Raises:
             PlanError: If the plan does not fit the model.
         """
-        with sizes_at(self._symbols(call)):
+        with sizes_at(self._program.symbol_values(call.sizes)):
             shape = self.shape(call, plan, choose_loss(self._program, plan))
             return simulate(shape, self.measure(call.managed), complete(shape, plan, _fixed(call.managed)))
 

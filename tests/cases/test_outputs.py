@@ -328,3 +328,60 @@ def test_double_backward_is_refused_clearly() -> None:
     (gradient,) = torch.autograd.grad(compiled(x).square().mean(), [x], create_graph=True)
     with pytest.raises(RuntimeError, match=r"double backward|does not require grad"):
         gradient.sum().backward()
+
+
+class Head(Stack):
+    """Returns a loss, and the logits that it was computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.run(x))
+        return logits.logsumexp(-1).mean(), logits
+
+
+LOSSES = {
+    "loss": lambda loss, logits: loss,
+    "both": lambda loss, logits: loss + logits.square().mean(),
+    "logits": lambda loss, logits: logits.square().mean(),
+}
+
+
+@pytest.mark.parametrize("used", LOSSES)
+def test_a_loss_of_ones_own_on_logits_that_the_model_returns(used: str) -> None:
+    def step(model: Any) -> Any:
+        x = inputs()
+        LOSSES[used](*model(x)).backward()
+        return x.grad
+
+    check(Head(), step)
+
+
+def test_no_zeros_are_made_for_logits_that_nobody_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("protrain_compile.runtime.compiled_graph.make_zeros", made.append)
+    model = Head()
+    compiled = compile_model(model)
+    compiled(inputs())[0].backward()
+    assert not made
+    (part,) = protrain_compile.schedule(compiled).parts
+    assert part.schedule.program.absent_tangents == {1}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_zeros_where_a_gradient_is_nothing_else(dynamic: bool) -> None:
+    """The head's weights have no gradient but that of the logits, which no loss was computed from."""
+
+    class Apart(Head):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.run(x), self.head(x)
+
+    model = Apart()
+    compiled = compile_model(model, dynamic=dynamic)
+    for rows in (2, 3):
+        model.zero_grad()
+        compiled(torch.randn(rows, 8, WIDTH))[0].mean().backward()
+        assert model.head.weight.grad is not None
+        assert not model.head.weight.grad.any()

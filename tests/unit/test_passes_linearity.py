@@ -7,7 +7,7 @@ import torch
 from support.capture import Graph
 from torch import fx
 
-from passes.linearity import dependent_nodes, first_nonlinear
+from passes.linearity import NotZeroError, copy_without, dependent_nodes, first_nonlinear
 
 aten = torch.ops.aten
 
@@ -97,3 +97,60 @@ def test_dependent_nodes() -> None:
     found = dependent_nodes(g.graph, t)
     assert {t, below} <= found
     assert found.isdisjoint({x, apart})
+
+
+def without(make) -> tuple[Graph, fx.Node | None]:
+    """Return a graph whose result was made for a tangent ``t`` of zeros, and that result."""
+    g = Graph()
+    t, x = g.input("t", 4, 4), g.input("x", 4, 4)
+    make(g, t, x)
+    copies = copy_without([node for node in g.graph.nodes if node in dependent_nodes(g.graph, t) - {t}], {t})
+    return g, list(copies.values())[-1]
+
+
+def added(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.mm.default, g.call(aten.add.Tensor, g.call(aten.neg.default, t), x), x)
+
+
+def subtracted(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.sub.Tensor, t, x)
+
+
+def taken_off(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.sub.Tensor, x, g.call(aten.mm.default, t, x))
+
+
+@pytest.mark.parametrize("make", [scaled, divided, masked, both, shaped, multiplied], ids=lambda make: make.__name__)
+def test_of_nothing_but_zero_comes_nothing(make) -> None:
+    assert without(make)[1] is None
+
+
+@pytest.mark.parametrize("make", [added, subtracted, taken_off], ids=lambda make: make.__name__)
+def test_of_a_sum_with_zero_the_rest_is_left(make) -> None:
+    g, result = without(make)
+    module = g.module(result)
+    zeros, x = torch.zeros(4, 4), torch.randn(4, 4)
+    whole = Graph()
+    expected = whole.module(make(whole, whole.input("t", 4, 4), whole.input("x", 4, 4)))
+    torch.testing.assert_close(module(zeros, x), expected(zeros, x))
+    module.graph.eliminate_dead_code()
+    assert not next(iter(module.graph.nodes)).users
+
+
+def grown(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    """The sum is larger than what is left of it."""
+    return g.call(aten.add.Tensor, t, g.call(aten.sum.dim_IntList, x, [0], True))
+
+
+def scaled_sum(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.add.Tensor, x, t, alpha=2)
+
+
+def widened(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.add.Tensor, t, g.call(aten._to_copy.default, x, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("make", [exponential, squared, grown, scaled_sum, widened], ids=lambda make: make.__name__)
+def test_what_needs_zeros_as_a_tensor(make) -> None:
+    with pytest.raises(NotZeroError):
+        without(make)
