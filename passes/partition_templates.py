@@ -27,6 +27,7 @@ from passes.node_facts import free_symbols, is_parameter_cast, is_view, never_re
 from protrain_compile import compat
 from protrain_compile.program import Parts, Program, Recompute, Ref, Template, fake_value, is_symbol
 from protrain_compile.roles import RecomputeRole
+from protrain_compile.row_loop import loop_of, row_loops
 
 
 class PartitionTemplates:
@@ -77,6 +78,9 @@ def partition(template: Template, *, inductor: bool, finer: bool = True) -> Part
         joint = copy.deepcopy(template.joint)
     if inductor:
         compat.prepare_joint(joint, fake_mode)
+        for loop in map(loop_of, row_loops(joint.graph)):
+            for each in loop.graphs():
+                compat.prepare_joint(each, fake_mode, keep_strides=False)
     results = joint.graph.output_node().args[0]
     if len(results) == template.num_outputs:  # type: ignore[arg-type]
         return _forward_only(joint, template.num_outputs)

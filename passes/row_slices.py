@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from passes.wide_region import PRODUCTS, RESHAPES, SAME_SIZES, CannotSliceError, Region, is_pointwise, sizes
+from protrain_compile.program import fake_value
 from protrain_compile.row_loop import OutputKind
 
 aten = torch.ops.aten
@@ -78,13 +79,13 @@ class SliceWriter:
         exits: What leaves the region.
     """
 
-    def __init__(self, region: Region, rows: int) -> None:
-        """Write the region.
+    def __init__(self, region: Region, rows: int, returned: Collection[fx.Node] = ()) -> None:
+        """Write the region; of ``returned``, what the caller gets, even wide values leave it, as whole as they are.
 
         Raises:
             CannotSliceError: If something in it does not work on each row for itself.
         """
-        self.region, self.rows = region, rows
+        self.region, self.rows, self.returned = region, rows, returned
         self.graph = fx.Graph()
         self.row_inputs: dict[RowInput, fx.Node] = {}
         self.whole_inputs: dict[fx.Node, fx.Node] = {}
@@ -108,7 +109,8 @@ class SliceWriter:
             return
         self._written[node] = made
         if any(user not in self._inside for user in node.users):
-            if made.turned or math.prod(made.rest) == math.prod(sizes(self.region.logits)[1:]):
+            is_wide = math.prod(made.rest) == math.prod(sizes(self.region.logits)[1:])
+            if made.turned or (is_wide and not (node in self.returned and fake_value(node).is_contiguous())):
                 raise CannotSliceError(f"{node.name} is needed whole")
             self.exits.append(Exit(node, "rows", (made.node,), (self.region.rows, *made.rest)))
 

@@ -10,8 +10,22 @@ slice of tokens, forward and backward together::
              d_hidden = tangent * d_hidden_1;  d_weight = tangent * d_weight_1          backward
 
 The loss need not be cross-entropy: whatever works on each token for itself (see ``row_slices``) and whose gradients are
-linear in one scalar tangent (see ``linearity``) is found. Left alone, with the reason in the log: logits that the model
-returns, losses that are no scalar, fp16 (gradients of a tangent of one would underflow), sizes that vary.
+linear in one scalar tangent (see ``linearity``) is found. Left alone, with the reason in the log: losses that are no
+scalar, fp16 (gradients of a tangent of one would underflow), sizes that vary.
+
+**Logits that the model returns**, as models of Hugging Face do, are results of the loop, written slice by slice. They
+stay whole, in the type in which they are returned (16 bits of a 16-bit model), as long as the caller holds them; what
+is whole nowhere is the rest: their fp32 copy, the log-softmax, their gradient. A loss of the caller's own on them sends
+a tangent as large as they are. Gradients are linear in both tangents together, so each is written as a sum
+(``separate_tangents``), of which the loop computes the first summand and the backward the second, from what came::
+
+    d_hidden = tangent * d_hidden_1 + tangent_of_logits @ weight
+    d_weight = tangent * d_weight_1 + tangent_of_logits.T @ hidden
+
+Without that tangent nothing of the second summand is left (see ``omit_tangents``). Only where the way from the returned
+logits to the projection needs other values as wide as they are, such as the tanh of softcapped ones, is the loss left
+alone. The other way to have logits without memory, to return a tensor that computes itself when it is read, was not
+taken: read after an update of the parameters it would be wrong, or an error where eager has none.
 
 The result is a template of its own beside the first (``Program.sliced``); the Plan says which one runs.
 """
@@ -19,7 +33,6 @@ The result is a template of its own beside the first (``Program.sliced``); the P
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import operator
 from typing import Any, ClassVar
@@ -30,6 +43,7 @@ from torch import fx
 from passes.linearity import dependent_nodes, first_nonlinear
 from passes.node_facts import reach
 from passes.row_slices import RowInput, SliceWriter
+from passes.separate_tangents import separate_tangents, sort
 from passes.wide_region import PRODUCTS, CannotSliceError, Region, sizes
 from protrain_compile import compat
 from protrain_compile.program import Program, Template, fake_value, results_of
@@ -81,7 +95,8 @@ def sliced_joint(template: Template) -> fx.GraphModule | None:
         joint = copy.deepcopy(template.joint)
     logits = next(node for node in joint.graph.nodes if node.name == found.name)
     try:
-        _Rewrite(joint, logits).run()
+        separate_tangents(joint.graph, logits)
+        _Rewrite(joint, logits, template.num_outputs).run()
     except CannotSliceError as reason:
         log.debug("slice_loss leaves %s alone: %s", template.name, reason)
         return None
@@ -122,13 +137,15 @@ def slice_rows(rows: int, row_bytes: int) -> int:
 class _Rewrite:
     """Replaces the region around ``logits`` by a loop, in place; nothing is changed before all is proven."""
 
-    def __init__(self, joint: fx.GraphModule, logits: fx.Node) -> None:
+    def __init__(self, joint: fx.GraphModule, logits: fx.Node, num_outputs: int) -> None:
         self.joint, self.graph = joint, joint.graph
         self.region = Region.find(logits)
         self.mode = compat.fake_mode_of(self.graph)
         row_bytes = sizes(logits)[1] * dtype_bytes(fake_value(logits).dtype)
         self.rows = slice_rows(self.region.rows, row_bytes)
-        self.writer = SliceWriter(self.region, self.rows)
+        results = results_of(joint)
+        self.returned = frozenset(results[:num_outputs]) - frozenset(results[num_outputs:])
+        self.writer = SliceWriter(self.region, self.rows, self.returned)
         self.tangent, self.dependent = self._tangent()
 
     def run(self) -> None:
@@ -148,7 +165,7 @@ class _Rewrite:
             call = self.graph.call_function(loop, tuple(inputs))
             call.meta["val"] = tuple(self._empty(output.shape, output.dtype) for output in loop.outputs)
             self._replace_exits(call)
-        _sort(self.graph)
+        sort(self.graph)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         self.joint.recompile()
@@ -226,7 +243,7 @@ class _Rewrite:
         left = total % rows
         return RowLoop(
             self._slice_graph(self.writer, inputs, rows),
-            self._slice_graph(SliceWriter(self.region, left), inputs, left) if left else None,
+            self._slice_graph(SliceWriter(self.region, left, self.returned), inputs, left) if left else None,
             rows=rows,
             total=total,
             num_row_inputs=len(self.writer.row_inputs),
@@ -271,21 +288,6 @@ class _Rewrite:
             if sizes(made) != sizes(leaving.source):
                 made = self._call(aten.reshape.default, made, list(sizes(leaving.source)))
             leaving.source.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inside)
-
-
-def _sort(graph: fx.Graph) -> None:
-    """Put every node behind its inputs; nodes stay in order otherwise."""
-    done: dict[fx.Node, None] = {}
-    for node in list(graph.nodes):
-        stack = [node]
-        while stack:
-            waiting = [source for source in stack[-1].all_input_nodes if source not in done]
-            stack.extend(waiting)
-            if not waiting:
-                done[stack.pop()] = None
-    ordered = list(done)
-    for before, after in itertools.pairwise(ordered):
-        before.append(after)
 
 
 def _is_half(value: Any) -> bool:

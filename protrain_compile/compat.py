@@ -254,11 +254,12 @@ def random_falls_back() -> bool:
     return bool(inductor_config.fallback_random)
 
 
-def prepare_joint(module: fx.GraphModule, fake_mode: FakeTensorMode | None) -> None:
+def prepare_joint(module: fx.GraphModule, fake_mode: FakeTensorMode | None, *, keep_strides: bool = True) -> None:
     """Run Inductor's joint-graph passes (attention patterns, no-op removal, padding) on ``module`` in place.
 
     A product that was padded is a slice of a larger one: the passes leave the fake values after it with the strides of
-    before, by which a saved value would be compiled differently on either side. Results keep their traced strides.
+    before, by which a saved value would be compiled differently on either side. Results keep their traced strides if
+    ``keep_strides``.
     """
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
@@ -272,7 +273,7 @@ def prepare_joint(module: fx.GraphModule, fake_mode: FakeTensorMode | None) -> N
         return
     propagate_fakes(module, [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")], fake_mode)
     for result, strides in zip(_results(module), traced, strict=True):
-        if strides is not None and strides != _strides(result):
+        if keep_strides and strides is not None and strides != _strides(result):
             _restride(result, strides)
     module.recompile()
 

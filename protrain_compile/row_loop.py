@@ -88,6 +88,10 @@ class RowLoop:
         """How many slices there are, a shorter one at the end included."""
         return -(-self.total // self.rows)
 
+    def graphs(self) -> list[fx.GraphModule]:
+        """Return the graphs of a slice: of one, and of the shorter last one if there is."""
+        return [self.slice_graph] if self.tail_graph is None else [self.slice_graph, self.tail_graph]
+
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Run the loop operation by operation."""
         tail = self.tail_graph or self.slice_graph

@@ -134,9 +134,11 @@ def _with_slices(kernel: Kernel, loop: RowLoop, *, fused: bool) -> Kernel:
     parts = kernels_of(loop.slice_graph, fused=fused)
     results = iter(loop.slice_graph.graph.output_node().args[0])  # type: ignore[arg-type]
     for output in loop.outputs:
-        left = next(results)
+        part = next(results)
         if output.kind == "product":
-            parts.append(_product(kernel, left, next(results), output.size_bytes))
+            parts.append(_product(kernel, part, next(results), output.size_bytes))
+        elif output.kind == "rows":
+            parts.append(_copy(kernel, part))
     return dataclasses.replace(kernel, parts=tuple(parts), repeats=loop.slices)
 
 
@@ -147,6 +149,12 @@ def _product(kernel: Kernel, left: fx.Node, right: fx.Node, size_bytes: int) -> 
     (node,) = kernel.nodes
     reads = {left: value_bytes(left), right: value_bytes(right), node: size_bytes}
     return Kernel((node,), flops, fake_value(left).dtype, False, reads, {node: size_bytes})
+
+
+def _copy(kernel: Kernel, part: fx.Node) -> Kernel:
+    """Return the copy of a slice's rows to their place in one of a row loop's results."""
+    (node,) = kernel.nodes
+    return dataclasses.replace(kernel, reads={part: value_bytes(part)}, writes={node: value_bytes(part)})
 
 
 def _is_table(entry: fx.Node, user: fx.Node) -> bool:

@@ -298,7 +298,7 @@ class Planning:
 
     def values_bytes(self, call: Call) -> int:
         """Return the bytes of all values of a call's step, which tell long sequences from short ones."""
-        with sizes_at(self._symbols(call)):
+        with sizes_at(self._program.symbol_values(call.sizes)):
             return sum(life.size_bytes for life in self.shape(call, None, "whole").lives)
 
     def follow(self, call: Call, planned: Planned, plan: Plan) -> Planned:

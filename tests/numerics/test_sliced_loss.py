@@ -14,6 +14,11 @@ from torch import Tensor, nn
 
 import protrain_compile
 from protrain_compile import Plan
+from protrain_compile.errors import BudgetError
+from protrain_compile.profile import HardwareProfile
+from protrain_compile.profiler.estimate import estimate_profile
+from protrain_compile.shape_reader import step_shape
+from protrain_compile.solver import search
 
 WORDS, WIDTH = 96, 16
 IGNORED = -100
@@ -67,6 +72,24 @@ class Speaker(nn.Module):
         for block in self.blocks:
             hidden = hidden + block(hidden)
         return self.loss(self.head(self.norm(hidden)), labels)
+
+
+class Returning(Speaker):
+    """Returns the logits besides the loss, as models of Hugging Face do."""
+
+    def forward(self, words: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = self.embed(words)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits = self.head(self.norm(hidden))
+        return self.loss(logits, labels), logits
+
+
+OWN_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "loss": lambda loss, logits: loss,
+    "both": lambda loss, logits: loss + logits.float().square().mean(),
+    "logits": lambda loss, logits: logits.float().logsumexp(-1).mean(),
+}
 
 
 def batch(rows: int = 4, length: int = 24) -> tuple[Tensor, Tensor]:
@@ -134,6 +157,62 @@ def test_16_bit_gradients_are_as_exact_as_unsliced_ones() -> None:
     assert error(run(model, function, inputs, 1.0)[1]) < 1.5 * unsliced
 
 
+@pytest.mark.parametrize("own", OWN_LOSSES)
+@pytest.mark.parametrize("loss", [summed, smoothed, shifted], ids=lambda loss: loss.__name__)
+def test_returned_logits(loss: Callable[..., Tensor], own: str) -> None:
+    """Exact with a loss of one's own on them and without, and so are they."""
+    model = Returning(loss, bias=loss is summed, tied=loss is shifted)
+    inputs = batch()
+    function, _ = sliced(model, inputs)
+    torch.testing.assert_close(function(*inputs)[1], model(*inputs)[1])
+    expected = run(model, lambda *given: OWN_LOSSES[own](*model(*given)), inputs, 0.3)
+    assert_same(run(model, lambda *given: OWN_LOSSES[own](*function(*given)), inputs, 0.3), expected)
+
+
+def test_returned_logits_with_inductor() -> None:
+    model = Returning(shifted, tied=True)
+    inputs = batch(3, 24)
+    function, _ = sliced(model, inputs, compile="inductor")
+    for own in OWN_LOSSES.values():
+        expected = run(model, lambda *given, own=own: own(*model(*given)), inputs, 0.3)
+        found = run(model, lambda *given, own=own: own(*function(*given)), inputs, 0.3)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_one_forward_whose_logits_are_used_later() -> None:
+    model = Returning()
+    inputs = batch()
+    function, _ = sliced(model, inputs)
+
+    def twice(one: Callable[..., Any]) -> list[Tensor]:
+        model.zero_grad()
+        loss, logits = one(*inputs)
+        loss.backward(retain_graph=True)
+        logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    for found, expected in zip(twice(function), twice(model), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_returned_logits_are_sliced_where_memory_is_short() -> None:
+    model = Returning(shifted)
+    inputs = batch(8, 48)
+    with pytest.raises(BudgetError) as refused:
+        compiled(model, *inputs, plan=None, memory_budget=1)
+    function, schedule = compiled(model, *inputs, plan=None, memory_budget=refused.value.needed_bytes)
+    used = schedule.parts[0].schedule
+    assert used.loss_slices > 1
+    profile = estimate_profile(used.program, HardwareProfile.load("h200"), "eager")
+    with pytest.raises(BudgetError):
+        search(
+            step_shape(used.program, loss="whole"), profile, device_bytes=refused.value.needed_bytes, host_bytes=None
+        )
+    for own in ("loss", "both"):
+        expected = run(model, lambda *given, own=own: OWN_LOSSES[own](*model(*given)), inputs, 1.0)
+        assert_same(run(model, lambda *given, own=own: OWN_LOSSES[own](*function(*given)), inputs, 1.0), expected)
+
+
 def test_frozen_head() -> None:
     """Without a gradient for the weights only the hidden states' gradient leaves the loop."""
     model = Speaker()
@@ -166,16 +245,16 @@ def test_evaluation_is_sliced_too() -> None:
 @pytest.mark.parametrize("residency", ["persistent", "offloaded", "split"])
 def test_prepared_model(residency: str) -> None:
     torch.manual_seed(0)
-    reference = Speaker(tied=True)
+    reference = Returning(tied=True)
     model = copy.deepcopy(reference)
     inputs = batch()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (reference, model)]
     plan = Plan.uniform("recompute", residency, loss="sliced")
     model, optimizers[1] = protrain_compile.prepare(model, optimizers[1], plan=plan)
     function = torch.compile(model, backend="protrain", options={"compile": "eager", "schedule": "off"})
-    for _ in range(5):
+    for step in range(5):
         for each, optimizer in zip((reference, function), optimizers, strict=True):
-            each(*inputs).backward()
+            OWN_LOSSES["both" if step == 3 else "loss"](*each(*inputs)).backward()
             optimizer.step()
             optimizer.zero_grad()
     for (name, expected), found in zip(reference.named_parameters(), model.state_dict().values(), strict=False):

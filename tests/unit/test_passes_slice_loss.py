@@ -16,7 +16,8 @@ from passes import structure_pipeline
 from passes.slice_loss import MAX_SLICE_BYTES, slice_rows
 from protrain_compile import Plan, PlanError
 from protrain_compile.planner import SLICED_LOGITS_BYTES, choose_loss
-from protrain_compile.program import Program, fake_value
+from protrain_compile.profiler.kernels import source_of
+from protrain_compile.program import Program, fake_value, results_of
 from protrain_compile.row_loop import RowLoop, loop_of, row_loops
 
 WORDS, WIDTH, ROWS, LENGTH = 80, 16, 4, 16
@@ -39,6 +40,23 @@ def mean(logits: Tensor, labels: Tensor) -> Tensor:
 
 def with_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return mean(logits, labels), logits
+
+
+def with_own_type(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return mean(logits, labels), logits.float()
+
+
+def with_capped(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    capped = 5 * torch.tanh(logits / 5)
+    return mean(capped, labels), capped
+
+
+def with_turned(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return mean(logits, labels), logits.transpose(1, 2)
+
+
+def with_probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return mean(logits, labels), logits.softmax(-1)
 
 
 def per_token(logits: Tensor, labels: Tensor) -> Tensor:
@@ -100,6 +118,23 @@ def test_no_wide_value_is_left_outside_of_the_loop() -> None:
     assert wide(after) == []
 
 
+@pytest.mark.parametrize("ending", [with_logits, with_own_type], ids=lambda ending: ending.__name__)
+def test_of_returned_logits_only_these_are_whole(ending: Callable[..., Any]) -> None:
+    """Their tangent is there for who has a loss of his own; what is planned for does without."""
+    program = program_of(ending, torch.bfloat16)
+    ((_, index),) = program.sliced.items()
+    assert program.absent_tangents == {1}
+    parts = program.templates[index].parts
+    assert parts is not None
+    assert parts.backward is not None
+    returned = results_of(parts.forward)[0 if fake_value(results_of(parts.forward)[0]).dim() else 1]
+    assert fake_value(returned).dtype == (torch.bfloat16 if ending is with_logits else torch.float32)
+    values = [node for graph in (parts.forward, parts.backward) for node in graph.graph.nodes]
+    wide = [n for n in values if isinstance(v := fake_value(n), Tensor) and v.numel() == ROWS * LENGTH * WORDS]
+    assert {source_of(node) for node in wide} == {source_of(returned)}
+    assert parts.complete_backward is not None
+
+
 def test_saved_values_are_as_large_as_the_gradients() -> None:
     """The backward has nothing left to do but to multiply: it saves gradients, not logits."""
     program = program_of(mean)
@@ -118,7 +153,9 @@ def test_saved_values_are_as_large_as_the_gradients() -> None:
 @pytest.mark.parametrize(
     ("ending", "says"),
     [
-        (with_logits, "is needed whole"),
+        (with_capped, "takes nothing of the region"),
+        (with_turned, "takes a way around the loss"),
+        (with_probabilities, "is not known to be linear in the tangents"),
         (per_token_and_mean, "more than one scalar tangent"),
         (over_tokens, "is not its last"),
         (squared, "is used for each row again"),
