@@ -10,10 +10,10 @@ dearer only for what survives::
 
 Times within ``SAME_SHARE`` of each other count as equal: the plan with less memory wins, which keeps room for what no
 model knows. Up to ``SURE`` simulations the result is the best of the whole space in this order, which a test compares
-with brute force. Beyond, for deep models that copies and updates bound, two assumptions save most of the work, and a
-test measures the regret: more buffers are not slower, so a group is judged by its plan with the most (where that is as
-fast as the best, by the one with the most that takes less), and the fewest that are as fast are found by halving; and
-bounds of one kind are off alike for neighbouring groups.
+with brute force. Beyond, for deep models that copies and updates bound, assumptions save most of the work, and a test
+measures the regret: more buffers are not slower, so a group is judged by its plan with the most (where that is as fast
+as the best, by the one with the most that takes less), and the fewest that are as fast are found by halving; and what
+was simulated lets expect something of others (``expectations``).
 
 With ranks each level of sharding is searched by itself, the one that communicates least first; another takes its place
 where it is faster by more than ``STAY_SHARE``, or alone fits.
@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from protrain_compile.budget_refusal import budget_error
 from protrain_compile.cost_model import Prediction, rates_of, simulate
 from protrain_compile.errors import BudgetError, PlanError
+from protrain_compile.expectations import Expectations
 from protrain_compile.lowering import Choice, lower
 from protrain_compile.plan import Plan, Policy
 from protrain_compile.plan_rows import Group, Pattern, PlanRows
@@ -52,9 +53,6 @@ by more than this."""
 
 SURE = 12
 """Simulations before assumptions count. At 96 blocks, bounds alone would leave a thousand."""
-
-NEAR_SHARE = 0.06
-"""How far apart groups may be whose bounds are taken to be off alike: blocks and chunks that differ, of all."""
 
 Key = tuple[int, int]
 """What is minimised: the time's cell (see ``time_cell``), then the peak in bytes."""
@@ -169,7 +167,7 @@ class Search:
         self._times: dict[Choice, float] = {}
         self._order = itertools.count()
         self._waiting: list[tuple[Key, int, Pattern | Group, int]] = []
-        self._seen: list[tuple[Group, float]] = []
+        self._expected = Expectations()
         self._best: Key = NONE_YET
 
     @property
@@ -192,6 +190,8 @@ class Search:
             if isinstance(group, Pattern):
                 self._split(group)
                 continue
+            if self._judges and self._is_hopeless(group):
+                continue
             if not buffers:
                 self._expand(group)
                 continue
@@ -201,7 +201,7 @@ class Search:
             better = self._judge(group) if self._judges else buffers
             if not better:
                 continue
-            ms = self._simulate(group.choice(better))
+            ms = self._time(group, better)
             found = (time_cell(ms), group.peak_bytes(better))
             if (found, ms) < (self._best, best_ms):
                 self._best, best_ms, chosen = found, ms, group.choice(better)
@@ -253,7 +253,7 @@ class Search:
 
     def _from_first_that_fits(self, choices: Sequence[Choice]) -> Sequence[Choice]:
         """Return the choices, each of which takes less memory than the one before, from the first that fits on."""
-        if not choices:
+        if not choices or not self._fits(choices[-1]):
             return ()
         return choices[_first(len(choices), lambda i: self._fits(choices[i])) :]
 
@@ -301,24 +301,36 @@ class Search:
             self._times[choice] = repeated_ms(jobs, self._rates)
         return self._times[choice]
 
+    def _time(self, group: Group, buffers: int) -> float:
+        """Return the time of a plan, and remember what it says of others."""
+        choice = group.choice(buffers)
+        if choice not in self._times:
+            self._expected.note(group, buffers, self._simulate(choice))
+        return self._times[choice]
+
+    def _is_hopeless(self, group: Group) -> bool:
+        """Whether a group is not expected to be any better, by what is known of its residency."""
+        best, peak = self._best
+        cell = time_cell(self._expected.least_ms(group, group.counts[-1]) * (1 - SAME_SHARE))
+        return cell > best or (cell == best and not group.below(peak))
+
     def _judge(self, group: Group) -> int:
         """Return the buffers that a group stands or falls by, once; 0 where it is not expected to be any better."""
         if group.judged:
             return 0
         group.judged = True
         best, peak = self._best
-        near, off = min(((group.apart(each), off) for each, off in self._seen), default=(math.inf, 0.0))
-        expected = group.first_ms * off
-        if near <= NEAR_SHARE and time_cell(expected * (1 - SAME_SHARE)) > best:
+        expected = max(self._expected.judged_ms(group), self._expected.least_ms(group, group.counts[-1]))
+        if time_cell(expected * (1 - SAME_SHARE)) > best:
             return 0
         counts, less = group.counts, group.below(peak)
-        if near <= NEAR_SHARE and time_cell(expected) >= best:  # no faster, so it must take less
+        if time_cell(expected) >= best:  # no faster, so it must take less
             counts = less
-        if not counts:
+        if not counts or time_cell(self._expected.least_ms(group, counts[-1])) > best:
             return 0
-        ms = self._simulate(group.choice(counts[-1]))
+        ms = self._time(group, counts[-1])
         if counts == group.counts:
-            self._seen.append((group, ms / max(group.first_ms, 1e-9)))
+            self._expected.note_judged(group, ms)
         cell = time_cell(ms)
         if cell == best:
             counts = less
@@ -328,8 +340,8 @@ class Search:
 
     def _cell(self, group: Group, buffers: int) -> int:
         """Return the cell of a plan's time, or of its bound where the bound is past all that matters."""
-        bound = _bound_cell(group.bound_ms(buffers))
-        return bound if bound > self._best[0] else time_cell(self._simulate(group.choice(buffers)))
+        bound = _bound_cell(max(group.bound_ms(buffers), self._expected.least_ms(group, buffers)))
+        return bound if bound > self._best[0] else time_cell(self._time(group, buffers))
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:

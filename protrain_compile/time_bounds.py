@@ -140,22 +140,43 @@ class TimeBounds:
         host, the updates from i's to j's, and j's copy to the device; i is updated no later than j.
         """
         begins, ends, last = self.calls(policies)
+        least = last if self.shape.clips else float("-inf")
         best, behind, updates = 0.0, float("-inf"), 0.0
-        for chunk in self._update_order:
+        for chunk, made, leaves_ms, update_ms, fetch_ms, used in self._updates:
             if residency[chunk] == "persistent":
                 continue
-            complete = ends[self.shape.chunks[chunk].last_gradient] + self.collect[chunk] + self.leave[chunk]
-            if self.shape.clips:
-                complete = max(complete, last)
-            behind = max(behind, complete - updates)
-            updates += self.update[chunk]
-            if chunk in self.first_use:
-                best = max(best, behind + updates + self.fetch[chunk] - begins[self.first_use[chunk]])
+            complete = ends[made] + leaves_ms
+            ahead = (complete if complete > least else least) - updates
+            if ahead > behind:
+                behind = ahead
+            updates += update_ms
+            if used >= 0:
+                around = behind + updates + fetch_ms - begins[used]
+                if around > best:
+                    best = around
         return best
 
     @functools.cached_property
+    def _updates(self) -> list[tuple[int, int, float, float, float, int]]:
+        """Updates on the host in their order, and ways around them.
+
+        Each is a chunk, the segment of its last gradient, ms until that is on the host, of the update, and of the copy
+        back, and the segment that uses it first, or -1.
+        """
+        return [
+            (
+                i,
+                self.shape.chunks[i].last_gradient,
+                self.collect[i] + self.leave[i],
+                self.update[i],
+                self.fetch[i],
+                self.first_use.get(i, -1),
+            )
+            for i in self._update_order()
+        ]
+
     def _update_order(self) -> list[int]:
-        """The order of updates on the host; empty where it is not the same for all plans."""
+        """Return the order of updates on the host; empty where it is not the same for all plans."""
         updated = [i for i, chunk in enumerate(self.shape.chunks) if chunk.updated and chunk.last_gradient >= 0]
         if late_chunks(self.shape):
             return []

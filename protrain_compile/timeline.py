@@ -93,6 +93,7 @@ class _Side:
 
     Attributes:
         index: Its place in ``Speeds``.
+        bit: What stands for it in the numbers of combinations there.
         order: Its jobs of a step.
         position: The next one, or that which runs, in ``order``.
         base: Where that one's step begins in the engine's lists.
@@ -101,10 +102,11 @@ class _Side:
         free: When the one before ended.
     """
 
-    __slots__ = ("base", "free", "index", "left", "order", "position", "ready")
+    __slots__ = ("base", "bit", "free", "index", "left", "order", "position", "ready")
 
     def __init__(self, index: int, order: list[int], base: int) -> None:
         self.index = index
+        self.bit = 1 << index if index >= 0 else 0
         self.order = order
         self.base = base
         self.position = 0
@@ -168,46 +170,49 @@ class _Engine:
 
     def _advance(self, base: int) -> bool:
         """Let time pass until a job beside compute begins or ends; False when the step at ``base`` is done."""
-        limit = base
-        unfinished = False
+        limit, unfinished = base, False
         for side in self.sides:
-            unfinished |= side.base <= base
-            limit = max(limit, side.base)
-        self._run_compute(limit)
+            if side.base <= base:
+                unfinished = True
+            elif side.base > limit:
+                limit = side.base
+        if self.ends[self.blocked] == self.ends[self.blocked]:
+            self._run_compute(limit)
         if not unfinished:
             return False
         until, running = self._begin_what_is_ready()
-        rates = self.rates[running]
-        ending = None
-        now = self.now
-        for side in self.sides:
-            if side.left >= 0.0:
-                end = now + side.left / rates[side.index]
-                if end < until:
-                    until, ending = end, side
-        for side in self.sides:
-            if side.left >= 0.0:
-                side.left = max(0.0, side.left - (until - now) * rates[side.index])
+        bits = 0
+        for side in running:
+            bits |= side.bit
+        rates, now, ending = self.rates[bits], self.now, None
+        for side in running:
+            end = now + side.left / rates[side.index]
+            if end < until:
+                until, ending = end, side
+        passed = until - now
+        for side in running:
+            left = side.left - passed * rates[side.index]
+            side.left = left if left > 0.0 else 0.0
         self.now = until
         if ending is not None:
             self._end(ending)
         return True
 
-    def _begin_what_is_ready(self) -> tuple[float, int]:
-        """Begin jobs; return when the next one may begin, and which of the streams run, as bits."""
-        until, running = math.inf, 0
+    def _begin_what_is_ready(self) -> tuple[float, list[_Side]]:
+        """Begin jobs; return when the next one may begin, and the streams that run."""
+        until, now, running = math.inf, self.now, []
         for side in self.sides:
             if side.left < 0.0:
                 if side.ready != side.ready:
                     self._look(side)
-                if side.ready <= self.now:
-                    job = side.base + side.order[side.position]
-                    self.begins[job] = self.now
-                    side.left = self.ms[job % self.count]
-                elif side.ready < until:
-                    until = side.ready
-            if side.left >= 0.0:
-                running |= 1 << side.index
+                if not side.ready <= now:  # later, or not known
+                    if side.ready < until:
+                        until = side.ready
+                    continue
+                number = side.order[side.position]
+                self.begins[side.base + number] = now
+                side.left = self.ms[number]
+            running.append(side)
         return until, running
 
     def _look(self, side: _Side) -> None:
@@ -236,8 +241,6 @@ class _Engine:
     def _run_compute(self, limit: int) -> None:
         """Begin and end every compute job of which all is known, up to the step at ``limit``."""
         ends, compute = self.ends, self.compute
-        if ends[self.blocked] != ends[self.blocked]:
-            return
         begins, ms, launched, since, after = self.begins, self.ms, self.launched, self.since, self.after
         order, base, free = compute.order, compute.base, compute.free
         while base <= limit and base < len(ends):
