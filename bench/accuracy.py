@@ -177,7 +177,7 @@ class Subject:
     def __init__(self, configuration: Configuration) -> None:
         import protrain_compile as protrain
 
-        self.prepared_like = configuration.prepared_like
+        self.name, self.prepared_like = configuration.model, configuration.prepared_like
         self.device = common.default_device()
         limit_memory(configuration)
         model = make_model(configuration.model)
@@ -198,9 +198,15 @@ class Subject:
 
 
 class Run:
-    """A subject compiled for one configuration, and planned."""
+    """A subject compiled for one configuration, and planned.
 
-    def __init__(self, subject: Subject, configuration: Configuration) -> None:
+    Args:
+        subject: The prepared model.
+        configuration: What to run; its cap limits this process.
+        budget_gib: The planner's budget; None for the cap.
+    """
+
+    def __init__(self, subject: Subject, configuration: Configuration, budget_gib: float | None = None) -> None:
         import protrain_compile as protrain
         from protrain_compile.backend import protrain as backend
 
@@ -209,7 +215,7 @@ class Run:
         options = {
             "schedule": "off",
             "plan": hand_plan(configuration, subject.model),
-            "memory_budget": limit_memory(configuration),
+            "memory_budget": limit_memory(configuration) if budget_gib is None else int(budget_gib * 2**30),
         }
         given = {name: value for name, value in options.items() if value is not None}
         compiled: Any = torch.compile(subject.model, backend=backend, options=given)
@@ -363,8 +369,7 @@ class Here:
         finally:
             if not self.shared:
                 self.close()
-            torch._dynamo.reset()
-            gc.collect()
+            fresh()
 
     def close(self) -> None:
         """Drop the model."""
@@ -372,6 +377,12 @@ class Here:
             self.subject.close()
         self.subject = None
         gc.collect()
+
+
+def fresh() -> None:
+    """Forget what was compiled."""
+    torch._dynamo.reset()
+    gc.collect()
 
 
 def predicted_peak(result: dict[str, Any]) -> int:

@@ -1,8 +1,9 @@
 """The searched mix of policies against recomputing every block, at caps little above what recomputing needs.
 
-For each batch the smallest budget is asked of the planner with every block recomputed; then, at a few multiples of it,
-a step of the searched plan and of the best plan that recomputes all blocks are measured, each in a process of its own
-under a cap of the device's memory. Results are printed at once::
+For each batch the planner is asked for the smallest cap under which every block recomputed fits. Then, at a few multiples of it,
+a step of the searched plan and one of the same residency with every block recomputed are measured under a cap of the
+device's memory, in one process, so that the model is prepared once: its chunks lie as the plan of the smallest cap puts
+them. Recomputing takes the same time under every cap and is measured under the largest. Results are printed at once::
 
     python -m bench.activations --batches 16,32 --factors 1.15,1.5,2 --output activations.md
 """
@@ -12,70 +13,65 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from bench import common
-from bench.accuracy import SEQUENCE, Configuration, make_model, run_child
-from bench.states import fill
-from protrain_compile.report.plan_table import policies_text
+from bench.accuracy import SEQUENCE, Configuration, Run, Subject, describe, fresh
+from protrain_compile.errors import BudgetError
+from protrain_compile.runtime.device_budget import RESERVE_SHARE
 
 HEADER = ("batch", "cap GiB", "of smallest", "all recomputed, ms", "searched, ms", "faster", "searched plan")
-TIMEOUT_S = 110.0
-LEAST_BYTES = 1 << 20
+LEAST_GIB = 0.01
 """A budget that no model fits: the error names the smallest that does."""
 
+Keep = Callable[[dict[str, Any]], None]
 
-def smallest_gib(model_name: str, batch: int) -> float:
-    """Return the smallest budget, in GiB, in which every block recomputed fits; run in a process of its own."""
-    import protrain_compile as protrain
-    from protrain_compile.backend import protrain as backend
-    from protrain_compile.errors import BudgetError
 
-    device = common.default_device()
-    model = make_model(model_name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    plan = protrain.Plan.uniform("recompute")
-    model, _ = protrain.prepare(model, optimizer, device=device, init=fill, plan=plan, memory_budget=LEAST_BYTES)
-    compiled = torch.compile(model, backend=backend, options={"schedule": "off"})
-    tokens = torch.zeros(batch, SEQUENCE, dtype=torch.int64, device=device)
+def smallest_gib(subject: Subject, batch: int) -> float:
+    """Return the smallest cap, in GiB, under which a step with every block recomputed fits."""
+    least = Configuration(subject.name, batch, LEAST_GIB, policies="recompute")
     try:
-        compiled(input_ids=tokens, labels=tokens)
+        Run(subject, dataclasses.replace(least, cap_gib=1000.0), budget_gib=LEAST_GIB)
     except BudgetError as error:
-        return error.needed_bytes / 2**30
-    raise RuntimeError(f"a budget of {LEAST_BYTES} bytes was enough for {model_name}")
+        return error.needed_bytes / 2**30 / (1 - RESERVE_SHARE)
+    finally:
+        fresh()
+    raise RuntimeError(f"{LEAST_GIB} GiB were enough for {least}")
 
 
-def ask_smallest(model_name: str, batch: int) -> float:
-    """Return ``smallest_gib`` from a child process.
-
-    Raises:
-        RuntimeError: If the child failed.
-    """
-    command = [sys.executable, "-m", "bench.activations", "--smallest", f"{model_name}:{batch}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("SMALLEST ")]
-    if not lines:
-        raise RuntimeError("\n".join(done.stderr.splitlines()[-12:]))
-    return float(lines[-1].split()[1])
-
-
-def compare(model_name: str, batch: int, smallest: float, factor: float, steps: int) -> tuple[str, ...]:
-    """Measure both plans at one cap; return the table's row."""
-    cap = round(smallest * factor, 2)
-    searched = Configuration(model_name, batch, cap, steps=steps)
-    results = [run_child(each, TIMEOUT_S) for each in (dataclasses.replace(searched, policies="recompute"), searched)]
-    start = (str(batch), f"{cap:.2f}", f"{factor:g}")
-    for result in results:
-        if "error" in result:
-            return (*start, "failed", "failed", "", result["error"][-1][:80])
-    before, after = (result["step_ms"] for result in results)
-    persistent = "{persistent}/{chunks} persistent; ".format(**results[1]["plan"])
-    policies = policies_text(json.loads(results[1]["whole_plan"])["policies"])
-    return (*start, f"{before:,.0f}", f"{after:,.0f}", f"{before / after - 1:.1%}", persistent + policies)
+def compare(name: str, batch: int, factors: Sequence[float], steps: int, keep: Keep) -> list[tuple[str, ...]]:
+    """Measure both plans at every cap; return the table's rows."""
+    subject = Subject(Configuration(name, batch, 1000.0))
+    smallest = smallest_gib(subject, batch)
+    print(f"batch {batch}: every block recomputed fits in {smallest:.2f} GiB", flush=True)
+    found = []
+    for factor in sorted(factors):
+        configuration = Configuration(name, batch, round(smallest * factor + 0.005, 2), steps=steps)
+        run = Run(subject, configuration)
+        found.append((configuration, factor, run.measure(str(configuration))))
+        keep(found[-1][2])
+        if factor == max(factors):
+            policies = ("recompute",) * len(run.part.schedule.plan.policies)
+            run.use(dataclasses.replace(run.shape_and_plan()[1], policies=policies))
+            recomputed = run.measure(f"{configuration}=recompute")
+            keep(recomputed)
+        del run
+        fresh()
+    subject.close()
+    return [
+        (
+            str(batch),
+            f"{configuration.cap_gib:.2f}",
+            f"{factor:g}",
+            f"{recomputed['step_ms']:,.0f}",
+            f"{result['step_ms']:,.0f}",
+            f"{recomputed['step_ms'] / result['step_ms'] - 1:.1%}",
+            "{persistent}/{chunks} persistent; {policies}".format(**result["plan"]),
+        )
+        for configuration, factor, result in found
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,25 +81,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", default="16,32")
     parser.add_argument("--factors", default="1.15,1.5,2")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json", help="write everything measured here, for bench.accuracy --read")
     parser.add_argument("--output", help="write the table to this file")
-    parser.add_argument("--smallest", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.smallest:
-        name, _, batch = given.smallest.partition(":")
-        print(f"SMALLEST {smallest_gib(name, int(batch))}")
-        return 0
+    results: list[dict[str, Any]] = []
+
+    def keep(result: dict[str, Any]) -> None:
+        results.append(result)
+        print("  ".join(describe(result)), flush=True)
+        if given.json:
+            Path(given.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
+
+    factors = [float(each) for each in given.factors.split(",")]
     rows = []
     for batch in map(int, given.batches.split(",")):
-        smallest = ask_smallest(given.model, batch)
-        print(f"batch {batch}: every block recomputed fits in {smallest:.2f} GiB", flush=True)
-        for factor in map(float, given.factors.split(",")):
-            rows.append(compare(given.model, batch, smallest, factor, given.steps))
-            print("  ".join(rows[-1]), flush=True)
+        rows += compare(given.model, batch, factors, given.steps, keep)
     notes = (
-        f"{given.model}, sequence {SEQUENCE}; means of {given.steps} steps; residency and buffers searched in both",
+        f"{given.model}, sequence {SEQUENCE}; means of {given.steps} steps; residency and buffers searched for the "
+        "smallest cap of a batch",
     )
-    device = common.default_device()
-    result = common.Result("Searched policies", "bench.activations", device, HEADER, tuple(rows), notes)
+    result = common.Result(
+        "Searched policies", "bench.activations", common.default_device(), HEADER, tuple(rows), notes
+    )
     result.show()
     if given.output:
         result.write(given.output)

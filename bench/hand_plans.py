@@ -1,7 +1,7 @@
 """The searched plan against ten that somebody could write by hand, at the same cap.
 
-One model is prepared for the searched plan's residency. Every plan by hand is a mix that people use: as many blocks as
-fit under the cap have the better policy, which the cost model finds here, as patience would elsewhere::
+One model is prepared for the searched plan's residency. Every plan by hand is a mix that people use, in which as many
+blocks have the better policy as fit: the cost model counts them here, as patience would elsewhere::
 
     python -m bench.hand_plans llama:16:16 --json hand.json --output hand.md
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,14 @@ import torch
 from bench import common
 from bench.accuracy import Configuration, Run, Subject, off, predicted_peak
 from protrain_compile.cost_model import simulate
+from protrain_compile.errors import ProtrainError
 
 HEADER = ("plan", "step ms", "to searched", "predicted", "off", "peak GiB", "predicted", "policies")
 RESERVE = 0.97
 """Of the cap, as the planner leaves it."""
+
+HOST_SHARE = 0.9
+"""Of the free host memory, what a plan may take more than the searched one."""
 
 Mix = Callable[[int, int], list[str]]
 """Policies of the blocks in order, by how many blocks have the better one and how many blocks there are."""
@@ -69,11 +74,15 @@ def hand_plans(run: Run) -> Iterator[tuple[str, Any]]:
     shape, searched = run.shape_and_plan()
     profile = profile_program(run.part.schedule.program, run.part.schedule.artefacts)
     room = int(run.configuration.cap_gib * 2**30 * RESERVE) - run.other_bytes
+    taken = simulate(shape, profile, searched).host_bytes
+    free = run.subject.managed.preparation.host_budget.available_bytes()
+    host_room = math.inf if free is None else taken + int(free * HOST_SHARE)
     blocks = len(searched.policies)
     for name, mix in MIXES.items():
         for count in range(blocks, -1, -1):
             plan = dataclasses.replace(searched, policies=tuple(mix(count, blocks)))
-            if simulate(shape, profile, plan).peak_bytes <= room:
+            predicted = simulate(shape, profile, plan)
+            if predicted.peak_bytes <= room and predicted.host_bytes <= host_room:
                 yield name, plan
                 break
 
@@ -87,7 +96,7 @@ def measure(configuration: Configuration, keep: Callable[[dict[str, Any]], None]
         try:
             run.use(plan)
             keep(run.measure(name))
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, ProtrainError) as error:
             keep({"configuration": name, "error": [str(error)]})
     subject.close()
 
