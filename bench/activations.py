@@ -1,9 +1,10 @@
 """The searched mix of policies against recomputing every block, at caps little above what recomputing needs.
 
-For each batch the planner is asked for the smallest cap under which every block recomputed fits. Then, at a few multiples of it,
-a step of the searched plan and one of the same residency with every block recomputed are measured under a cap of the
-device's memory, in one process, so that the model is prepared once: its chunks lie as the plan of the smallest cap puts
-them. Recomputing takes the same time under every cap and is measured under the largest. Results are printed at once::
+For each batch the planner is asked for the smallest cap under which every block recomputed fits. Then, at a few
+multiples of it, a step of the searched plan and one of the same residency with every block recomputed are measured
+under a cap of the device's memory, in one process, so that the model is prepared once: its chunks lie as the plan of
+the smallest cap puts them. Recomputing takes the same time under every cap and is measured under the largest. Results
+are printed at once::
 
     python -m bench.activations --batches 16,32 --factors 1.15,1.5,2 --output activations.md
 """
