@@ -37,7 +37,7 @@ from bench.part_times import part_times, parts_table
 from bench.states import SIZES, fill
 
 SEQUENCE = 1024
-WARMUP = 3
+WARMUP = 2
 PATTERN = re.compile(
     r"(\w+):(\d+):(\d+(?:\.\d+)?)(\+clip)?(?:=([a-z_]+(?:(?:\*\d+)?,[a-z_]+)*(?:\*\d+)?))?(?:@(?:p(\d+))?,?(?:b(\d+))?)?"
 )
@@ -322,6 +322,7 @@ def _predict(schedule: Any, shape: Any, plan: Any, parts: dict[str, Any]) -> dic
         "chunks": len(residency),
         "buffers": plan.buffers,
         "policies": policies_text(plan.policies),
+        "loss": plan.loss,
     }
     whole = {"whole_plan": plan.to_json(), "shape": shape.to_json(), "profile": profile.to_json(), "parts": parts}
     return {"prediction": prediction, "plan": short, **whole}
@@ -400,7 +401,7 @@ def describe(result: dict[str, Any]) -> tuple[str, ...]:
     if "error" in result:
         return (result["configuration"], "failed", *[""] * (len(HEADER) - 2))
     plan, predicted = result["plan"], result["prediction"]
-    kinds = "{persistent}/{chunks} persistent, {buffers} buffers; {policies}"
+    kinds = "{persistent}/{chunks} persistent, {buffers} buffers; {policies}; loss {loss}"
     return (
         result["configuration"],
         kinds.format(**plan),

@@ -32,6 +32,8 @@ RESERVE = 0.97
 HOST_SHARE = 0.9
 """Of the free host memory, what a plan may take more than the searched one."""
 
+Keep = Callable[[dict[str, Any]], None]
+
 Mix = Callable[[int, int], list[str]]
 """Policies of the blocks in order, by how many blocks have the better one and how many blocks there are."""
 
@@ -87,18 +89,14 @@ def hand_plans(run: Run) -> Iterator[tuple[str, Any]]:
                 break
 
 
-def measure(configuration: Configuration, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Measure the searched plan and those by hand; ``keep`` is told each result at once."""
-    subject = Subject(configuration)
-    run = Run(subject, configuration)
-    keep(run.measure("searched"))
+def measure_hand_plans(run: Run, keep: Keep) -> None:
+    """Measure the plans by hand; ``keep`` is told each result at once."""
     for name, plan in list(hand_plans(run)):
         try:
             run.use(plan)
-            keep(run.measure(name))
+            keep(run.measure(f"{run.configuration}, {name}"))
         except (torch.OutOfMemoryError, ProtrainError) as error:
-            keep({"configuration": name, "error": [str(error)]})
-    subject.close()
+            keep({"configuration": f"{run.configuration}, {name}", "error": [str(error)]})
 
 
 def describe(result: dict[str, Any], searched: dict[str, Any]) -> tuple[str, ...]:
@@ -134,7 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.json:
             Path(given.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
 
-    measure(Configuration.parse(given.configuration, given.steps), keep)
+    configuration = Configuration.parse(given.configuration, given.steps)
+    run = Run(Subject(configuration), configuration)
+    keep(run.measure("searched"))
+    measure_hand_plans(run, keep)
     rows = tuple(describe(each, results[0]) for each in results)
     note = f"{given.configuration} (model, batch, cap in GiB); residency and buffers as searched, in all"
     result = common.Result("Plans by hand", "bench.hand_plans", common.default_device(), HEADER, rows, (note,))

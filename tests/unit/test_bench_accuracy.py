@@ -67,7 +67,7 @@ def result(configuration: str, step_ms: float, predicted_ms: float) -> dict[str,
         "other_bytes": 0,
         "reserved_bytes": 22 << 30,
         "prediction": {"step_ms": predicted_ms, "peak_bytes": 21 << 30},
-        "plan": {"persistent": 7, "chunks": 28, "buffers": 4, "policies": "26 keep"},
+        "plan": {"persistent": 7, "chunks": 28, "buffers": 4, "policies": "26 keep", "loss": "whole"},
     }
 
 
