@@ -176,6 +176,7 @@ Result = tuple[int, int, int | None]
 class _Reader:
     def __init__(self, program: Program, training: Training | None, loss: Loss) -> None:
         self.program = program
+        self.device = program.device
         self.loss = loss
         self.place_of = dict(training.place_of) if training is not None else {}
         self.storages: list[_Storage] = []
@@ -343,7 +344,7 @@ class _Reader:
             value = fake_value(results_of(parts.forward)[parts.num_outputs + key.index])
         else:
             value = fake_value(key)
-        if storage is not None and isinstance(value, torch.Tensor) and value.device == self.program.device:
+        if storage is not None and isinstance(value, torch.Tensor) and value.device == self.device:
             storage.views.setdefault(policy, []).append(value)
 
     def _recompute(

@@ -128,6 +128,7 @@ class _Primal:
 class _Copies:
     def __init__(self, traced: TracedModel, wiring: _Wiring, depth: int) -> None:
         self.program = traced.program
+        self.unfused = traced.unfused
         self.graph = traced.program.graph.graph
         self.wiring = wiring
         self.depth = depth
@@ -157,7 +158,7 @@ class _Copies:
         )
         index_of = {spec.name: i for i, spec in enumerate(specs)}
         places = {i: index_of[each.parameter] for i, each in enumerate(self.primals) if each.parameter is not None}
-        return TracedModel(deep, specs, book, places)
+        return TracedModel(deep, specs, book, places, self.unfused)
 
     def _copy(self, number: int, own: Sequence[_Primal], at: int) -> Segment:
         """Return block ``number``, not wired yet; put its inputs behind those of the copy before."""

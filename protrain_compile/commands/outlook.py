@@ -63,6 +63,7 @@ class Workload:
         seq: Tokens of a row.
         dtype: Of the parameters; None leaves it to the model.
         loss: How the loss is computed; None leaves it to the planner.
+        unfused: Whether it is known that devices have no fused kernel for its attention.
     """
 
     source: ModelSource
@@ -70,6 +71,7 @@ class Workload:
     seq: int
     dtype: torch.dtype | None = None
     loss: Loss | None = None
+    unfused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +82,13 @@ class Step:
         shape: Its operations and bytes.
         profile: Its estimated times.
         layout: The model's chunks.
+        unfused: Whether devices have no fused kernel for its attention.
     """
 
     shape: StepShape
     profile: Profile
     layout: ChunkLayout
+    unfused: bool = False
 
     @property
     def parameters(self) -> int:
@@ -144,14 +148,14 @@ def trace_workload(workload: Workload) -> TracedModel:
     source, preparation = workload.source, _preparation()
     size = (workload.batch, workload.seq, workload.dtype)
     if source.depth is not None and source.depth > SHALLOW:
-        shallow = trace_model(*source.build(*size, SHALLOW), preparation)
+        shallow = trace_model(*source.build(*size, SHALLOW), preparation, unfused=workload.unfused)
         whole, _ = source.build(*size, None)
         specs = [ParameterSpec(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in whole.named_parameters()]
         try:
             return deepen(shallow, specs, adamw_book(whole), source.depth)
         except NotRepeatableError:
             torch._dynamo.reset()
-    return trace_model(*source.build(*size, None), preparation)
+    return trace_model(*source.build(*size, None), preparation, unfused=workload.unfused)
 
 
 def _preparation() -> Preparation:
@@ -170,7 +174,7 @@ def step_of(workload: Workload, hardware: HardwareProfile, ranks: int = 1) -> St
     profile = estimate_profile(traced.program, hardware)
     templates = tuple(dataclasses.replace(template, nodes=()) for template in profile.templates)
     shape = step_shape(traced.program, training, choose_loss(traced.program, Plan(loss=workload.loss)))
-    return Step(shape, dataclasses.replace(profile, templates=templates), layout)
+    return Step(shape, dataclasses.replace(profile, templates=templates), layout, traced.unfused)
 
 
 def largest_batch(workload: Workload, step: Step, machine: Machine) -> int | None:
@@ -178,7 +182,9 @@ def largest_batch(workload: Workload, step: Step, machine: Machine) -> int | Non
     batch = max(2, workload.batch)
 
     def sized(rows: int) -> Step:
-        return step_of(dataclasses.replace(workload, batch=rows), machine.hardware, machine.worlds[0].size)
+        return step_of(
+            dataclasses.replace(workload, batch=rows, unfused=step.unfused), machine.hardware, machine.worlds[0].size
+        )
 
     first = step if batch == workload.batch else sized(batch)
     second = sized(2 * batch)

@@ -61,12 +61,14 @@ class TracedModel:
         specs: Its parameters, in module order.
         book: Their updates.
         places: Index of the parameter that each position among the graph's primals is.
+        unfused: Whether it was traced with unfused attention.
     """
 
     program: Program
     specs: tuple[ParameterSpec, ...]
     book: UpdateBook
     places: Mapping[int, int]
+    unfused: bool = False
 
     @property
     def first_uses(self) -> list[list[int]]:
@@ -82,7 +84,9 @@ class TracedModel:
         return {index: inputs[i].travels or fake_value(primals[i]).dtype for i, index in self.places.items()}
 
 
-def trace_model(model: nn.Module, inputs: Inputs, preparation: Preparation, device: torch.device = CPU) -> TracedModel:
+def trace_model(
+    model: nn.Module, inputs: Inputs, preparation: Preparation, device: torch.device = CPU, *, unfused: bool = False
+) -> TracedModel:
     """Return the traced ``model``, whose values are gone afterwards.
 
     Args:
@@ -90,6 +94,7 @@ def trace_model(model: nn.Module, inputs: Inputs, preparation: Preparation, devi
         inputs: What it is called with.
         preparation: What ``prepare`` would be told.
         device: Where the values of the graph lie: the CPU for planning alone, or where its parts shall run.
+        unfused: Whether it is known already that devices have no fused kernel for its attention.
 
     Raises:
         TraceError: If the forward breaks into several graphs, fails, or gives nothing to differentiate.
@@ -99,13 +104,13 @@ def trace_model(model: nn.Module, inputs: Inputs, preparation: Preparation, devi
     book = adamw_book(model)
     managed = ManagedModel(named, book, preparation)
     inputs = inputs.to(device)
-    program, places = _capture(model, inputs)
-    if device.type == "cpu" and has_unfused_attention(program):
+    program, places = _capture_unfused(model, inputs) if unfused else _capture(model, inputs)
+    if device.type == "cpu" and not unfused and has_unfused_attention(program):
         torch._dynamo.reset()
-        with sdpa_kernel(SDPBackend.MATH):
-            program, places = _capture(model, inputs)
+        unfused = True
+        program, places = _capture_unfused(model, inputs)
     structure_pipeline(inductor=True, inductor_draws=True).run(program)
-    return TracedModel(program, managed.specs, book, places)
+    return TracedModel(program, managed.specs, book, places, unfused)
 
 
 def has_unfused_attention(program: Program) -> bool:
@@ -166,6 +171,11 @@ class _CapturedError(Exception):
 
 Places = dict[int, int]
 """Index of the parameter that each position among the graph's primals is."""
+
+
+def _capture_unfused(model: nn.Module, inputs: Inputs) -> tuple[Program, Places]:
+    with sdpa_kernel(SDPBackend.MATH):
+        return _capture(model, inputs)
 
 
 def _capture(model: nn.Module, inputs: Inputs) -> tuple[Program, Places]:

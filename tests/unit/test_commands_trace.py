@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from support.capture import schedule_of
 from support.models import tokens
 from torch import Tensor, nn
 
+from protrain_compile.commands import trace
 from protrain_compile.commands.models import resolve
 from protrain_compile.commands.trace import Inputs, TracedModel, trace_model
 from protrain_compile.errors import TraceError
@@ -97,3 +100,35 @@ class NoGradient(Breaks):
 def test_what_cannot_be_traced(model: type[nn.Module], message: str) -> None:
     with pytest.raises(TraceError, match=message):
         traced(model(), torch.zeros(2, 4))
+
+
+class Masked(nn.Module):
+    """Attention with a mask, whose heads have 6 numbers: no multiple of 16 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 36)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        return F.scaled_dot_product_attention(*heads.unbind(), attn_mask=mask).sum()
+
+
+def test_attention_without_a_fused_kernel_is_traced_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, where that is known: of the same model with another batch."""
+    captures: list[int] = []
+    capture = trace._capture
+
+    def counted(*arguments: Any) -> Any:
+        captures.append(1)
+        return capture(*arguments)
+
+    monkeypatch.setattr(trace, "_capture", counted)
+    for known, expected in ((False, 2), (True, 1)):
+        captures.clear()
+        torch._dynamo.reset()
+        found = trace_model(Masked(), Inputs.of(torch.zeros(2, 8, 12)), PREPARATION, unfused=known)
+        assert found.unfused
+        assert len(captures) == expected
+        assert not [node for node in found.program.graph.graph.nodes if "attention" in str(node.target)]
