@@ -26,6 +26,7 @@ import passes  # either package may be imported first
 from passes.interface import PassRecord
 from protrain_compile import compat
 from protrain_compile.artefacts import ArtefactSet
+from protrain_compile.byte_text import format_size
 from protrain_compile.chunks import ChunkBinding
 from protrain_compile.cost_model import Prediction
 from protrain_compile.errors import ProtrainError, RankError
@@ -39,7 +40,7 @@ from protrain_compile.runtime.context import Context, ContextTable
 from protrain_compile.runtime.planning import Call, Planned, Planning, running
 from protrain_compile.runtime.swap import SwapSpace, make_swap_space
 from protrain_compile.schedule import Schedule
-from protrain_compile.sizes import make_zeros, sizes_at
+from protrain_compile.sizes import make_zeros, size_bytes, sizes_at
 
 log = logging.getLogger("protrain_compile.runtime")
 
@@ -91,6 +92,7 @@ class CompiledGraph:
         self._swap: SwapSpace | None = None
         self._planning = Planning(program, options, self._artefacts)
         self._planned: dict[Schedule, Planned] = {}
+        self._told_of_tangents = False
         self._bindings: dict[tuple[int, ...], Binding] = {}
         self._parameter_positions = [i for i, source in enumerate(program.inputs) if source.kind is InputKind.PARAMETER]
         self._symbol_positions = [i for i, source in enumerate(program.inputs) if source.kind is InputKind.SYMBOL]
@@ -220,13 +222,29 @@ class CompiledGraph:
         Those that the backward is planned without may be None: all of them, or none.
         """
         absent = self.program.absent_tangents
-        may_lack = absent if all(given[i] is None for i in absent) else frozenset[int]()
+        come = [given[i] for i in absent if given[i] is not None]
+        may_lack = frozenset[int]() if come else absent
         tangents = self.program.tangents
+        if come:
+            self._tell_of(come, context.schedule)
         with sizes_at(self.program.symbol_values(context.sizes)):
             return [
                 make_zeros(fake_value(tangents[i])) if given[i] is None and i not in may_lack else given[i]
                 for i in context.schedule.backward_inputs.tangents
             ]
+
+    def _tell_of(self, tangents: Sequence[torch.Tensor], schedule: Schedule) -> None:
+        """Say once that tangents came which a plan for a budget does not count."""
+        planned = self._planned.get(schedule)
+        if self._told_of_tangents or planned is None or planned.decision.prediction is None:
+            return
+        self._told_of_tangents = True
+        log.warning(
+            "something was computed from what %s returns besides its loss: its gradient takes %s, which the plan does "
+            "not count; if memory runs out, set memory_budget lower by as much",
+            self.program.name,
+            format_size(size_bytes(tangents)),
+        )
 
     def inference(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the forward without a backward."""

@@ -195,7 +195,7 @@ def test_one_forward_whose_logits_are_used_later() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_returned_logits_are_sliced_where_memory_is_short() -> None:
+def test_returned_logits_are_sliced_where_memory_is_short(caplog: pytest.LogCaptureFixture) -> None:
     model = Returning(shifted)
     inputs = batch(8, 48)
     with pytest.raises(BudgetError) as refused:
@@ -211,6 +211,7 @@ def test_returned_logits_are_sliced_where_memory_is_short() -> None:
     for own in ("loss", "both"):
         expected = run(model, lambda *given, own=own: OWN_LOSSES[own](*model(*given)), inputs, 1.0)
         assert_same(run(model, lambda *given, own=own: OWN_LOSSES[own](*function(*given)), inputs, 1.0), expected)
+        assert ("what Returning returns besides its loss" in caplog.text) == (own == "both")
 
 
 def test_frozen_head() -> None:
