@@ -195,6 +195,8 @@ class Places:
         if in_backward is None and life.forward_until < 0:
             return []
         begin = next(self._snapshots) if life.birth == "snapshot" else self.call["forward", life.segment]
+        if life.returned:
+            return [(0, begin, self.ends[0]), (1, 0, self.ends[1])]
         if in_backward is not None:
             return [(0, begin, self.ends[0]), in_backward]
         output = life.forward_until >= len(shape.segments)

@@ -197,6 +197,7 @@ class _Reader:
         for node in self.program.results[: self.program.num_outputs]:
             if node in self.of:
                 self.of[node].forward_until = len(self.program.segments)
+                self.of[node].returned = self.program.differentiable and fake_value(node).dim() > 0
         if self.program.differentiable:
             self._backward()
 

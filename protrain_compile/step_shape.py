@@ -98,7 +98,8 @@ class Life:
             none.
         uses: What takes them in the backward, by ascending segment: the first that applies is the last in time.
         collects: Chunks whose ``collect`` takes them.
-        returned: Whether they live until the backward is over: what leaves it, and what autograd holds.
+        returned: Whether they live until the backward is over: what leaves it, what autograd holds, and outputs that
+            are no scalars, as the caller of ``out = model(...); out.loss.backward()`` holds them.
         size_bytes: Their bytes.
         block_bytes: Their bytes, each rounded up to the allocator's blocks.
         segment_bytes: Their bytes, large ones rounded up to what the allocator takes from the device.

@@ -80,8 +80,9 @@ def case(name: str) -> Captured:
 
 
 def as_graphs_see_it(shape: StepShape) -> StepShape:
-    """Return the shape without what autograd holds beyond a graph's last use of it: tangents."""
-    lives = (dataclasses.replace(life, returned=life.returned and life.birth != "tangent") for life in shape.lives)
+    """Return the shape without what others hold beyond a graph's last use of it: tangents, and outputs."""
+    held = ("tangent", "forward")
+    lives = (dataclasses.replace(life, returned=life.returned and life.birth not in held) for life in shape.lives)
     return dataclasses.replace(shape, lives=tuple(lives))
 
 

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from passes import structure_pipeline
 from passes.slice_loss import MAX_SLICE_BYTES, slice_rows
 from protrain_compile import Plan, PlanError
+from protrain_compile.plan import Loss
 from protrain_compile.planner import SLICED_LOGITS_BYTES, choose_loss
 from protrain_compile.profiler.kernels import source_of
 from protrain_compile.program import Program, fake_value, results_of
 from protrain_compile.row_loop import RowLoop, loop_of, row_loops
+from protrain_compile.shape_reader import step_shape
 
 WORDS, WIDTH, ROWS, LENGTH = 80, 16, 4, 16
 
@@ -133,6 +135,14 @@ def test_of_returned_logits_only_these_are_whole(ending: Callable[..., Any]) -> 
     wide = [n for n in values if isinstance(v := fake_value(n), Tensor) and v.numel() == ROWS * LENGTH * WORDS]
     assert {source_of(node) for node in wide} == {source_of(returned)}
     assert parts.complete_backward is not None
+
+
+@pytest.mark.parametrize("loss", ["whole", "sliced"])
+def test_returned_logits_count_until_the_backward_is_over(loss: Loss) -> None:
+    """As the caller holds them; their tangent, which is as large, does not exist."""
+    shape = step_shape(program_of(with_logits), loss=loss)
+    logits = [life for life in shape.lives if life.returned and life.size_bytes >= ROWS * LENGTH * WORDS * 4]
+    assert [life.birth for life in logits] == ["forward"]
 
 
 def test_saved_values_are_as_large_as_the_gradients() -> None:
