@@ -164,10 +164,11 @@ def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
     last: dict[fx.Node, fx.Node] = {}
     order = {node: i for i, node in enumerate(nodes)}
     for node in nodes:
-        use = next(iter(node.users)) if node.target is ops.pack else node
-        for position, source in enumerate(node.args if node.target is ops.pack else node.all_input_nodes):
+        is_pack = node.target is ops.pack
+        use = next(iter(node.users)) if is_pack else node
+        for position, source in enumerate(node.args if is_pack else node.all_input_nodes):
             if isinstance(source, fx.Node):
-                end = _release_of(use) if _leaves_directly(use, position) else use
+                end = _release_of(use) if is_pack and _leaves_directly(use, position) else use
                 last[source] = max(last.get(source, end), end, key=order.__getitem__)
     return last | {node: _release_of(node) for node in nodes if node.target is ops.swap_out}
 

@@ -41,6 +41,24 @@ def test_another_structure() -> None:
         check_against_measured(write_schedule(schedule.program, plan))
 
 
+class OneValueBlock(nn.Module):
+    """Its backward needs the product alone: of what ``mix`` is multiplied with, no gradient asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.down = nn.Buffer(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(x @ self.mix)  # type: ignore[no-any-return]
+
+
+def test_a_swap_of_one_value() -> None:
+    schedule = schedule_of(nn.Sequential(*(OneValueBlock() for _ in range(3))), torch.ones(4, 8), plan="swap")
+    layouts = [node.meta["layout"] for node in schedule.graphs["forward"].graph.nodes if node.target is ops.swap_out]
+    assert [len(layout.values) for layout in layouts] == [1] * 3
+    check_against_measured(schedule)
+
+
 def test_frozen_and_untied() -> None:
     model = GPT(3, tied=False)
     model.embed.requires_grad_(False)
