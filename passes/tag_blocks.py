@@ -73,12 +73,20 @@ class TagBlocks:
 
 
 def backward_nodes(program: Program) -> set[fx.Node]:
-    """Return the nodes that run in the backward: tagged so by tracing, or fed by such a node or a tangent."""
+    """Return the nodes that run in the backward.
+
+    That is what tracing has tagged so or what is fed by such a node or a tangent, and what was traced behind the first
+    of these and no output needs: the backward of an ``autograd.Function`` computes untagged on saved values. Symbolic
+    sizes are no part of it, as every segment may ask for them.
+    """
     if not program.differentiable:
         return set()
     found = set(program.tangents)
+    has_begun = False
     for node in program.calls():
-        if is_backward_tagged(node) or any(source in found for source in node.all_input_nodes):
+        is_fed = any(source in found for source in node.all_input_nodes)
+        has_begun = has_begun or is_fed or is_backward_tagged(node)
+        if is_fed or (has_begun and not is_symbol(node)):
             found.add(node)
     needed_forward = reach(each for each in program.results[: program.num_outputs] if isinstance(each, fx.Node))
     return (found - needed_forward) - set(program.tangents)

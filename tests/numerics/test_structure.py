@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from support.compare import check_plans
@@ -104,6 +106,34 @@ def test_hybrid_stack() -> None:
     """Convolution and attention blocks in turn are six blocks of two structures."""
     body = nn.Sequential(*[GPTBlock() if i % 2 else Convolution() for i in range(6)])
     check_plans(Frame(body), step, blocks=6)
+
+
+class Swish(torch.autograd.Function):
+    """A function with a backward of its own, which computes on its saved value before it looks at the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(x)
+        return gradients[0] * (gate + x * gate * (1 - gate))
+
+
+class OwnBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(Swish.apply(self.up(x)))  # type: ignore[no-any-return]
+
+
+def test_functions_with_a_backward_of_their_own() -> None:
+    check_plans(Frame(nn.Sequential(*(OwnBackward() for _ in range(4)))), step, blocks=4)
 
 
 class Experts(nn.Module):
