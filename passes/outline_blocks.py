@@ -14,7 +14,8 @@ whether it is saved. Symbols that occur in the sizes are passed as inputs of the
 that tracing found (``torch.tensor(0.5)`` in a forward): blocks that differ in them alone stay equal.
 
 Views and casts of parameters belong to no stage: every segment that uses one makes it from the parameter itself. A view
-handed from one segment to another would outlive its chunk's stay in a buffer.
+handed from one segment to another would outlive its chunk's stay in a buffer. Nor do numbers computed from symbols:
+functorch's partitioner saves integers only, so that a segment has to compute a fraction itself.
 """
 
 from __future__ import annotations
@@ -56,14 +57,15 @@ class _Cut:
         self.primals = dict.fromkeys(program.primals)
         self.tangents = set(program.tangents)
         self.stages = [_StageNodes() for _ in program.stages]
-        self.remade = _made_from_parameters(program)
+        self.symbol_nodes = _symbol_nodes(program)
+        numbers = _made_from_symbols(program) - set(self.symbol_nodes.values())
+        self.remade = _made_from_parameters(program) | numbers
         for node in program.calls():
             if node.op == "get_attr" or node in self.remade:
                 continue
             nodes = self.stages[program.stage_of[node]]
             (nodes.backward if node in program.backward_nodes else nodes.forward).append(node)
         self.returned = {node for node in program.results if isinstance(node, fx.Node)}
-        self.symbol_nodes = _symbol_nodes(program)
         self.roles = _input_roles(program)
 
     def segment(self, index: int) -> Segment | None:
@@ -145,6 +147,12 @@ def _made_from_parameters(program: Program) -> set[fx.Node]:
         if sources and (is_view(node) or is_parameter_cast(node)) and (parameters | found).issuperset(sources):
             found.add(node)
     return found - set(program.results)
+
+
+def _made_from_symbols(program: Program) -> set[fx.Node]:
+    """Return the numbers that are computed from nothing but symbolic numbers, and do not leave the graph."""
+    numbers = {node for node in program.calls() if is_symbol(node) and node.all_input_nodes}
+    return {node for node in numbers if all(map(is_symbol, node.all_input_nodes))} - set(program.results)
 
 
 def _symbol_nodes(program: Program) -> dict[Any, fx.Node]:

@@ -7,7 +7,7 @@ import random
 
 import torch
 from support import light
-from support.compare import alternating, assert_bitwise, assert_same, compile_model, run_step
+from support.compare import assert_bitwise, assert_same, compile_model, run_step, turns
 from support.models import Llama, tokens
 from torch import Tensor, nn
 
@@ -26,16 +26,16 @@ def test_twenty_lengths() -> None:
     compiled = compile_model(model)
     generator = random.Random(0)
     lengths = generator.sample(range(8, 64), 20) * 3
-    plans = [Plan.uniform(), Plan.uniform("recompute"), alternating(3), Plan.uniform("swap")]
+    plans = [Plan.uniform(), Plan.uniform("recompute"), turns(3), Plan.uniform("swap")]
     expected = {n: run_step(reference, lambda m, n=n: m(tokens(length=n))) for n in set(lengths)}
     for number, length in enumerate(lengths):
         result = run_step(compiled, lambda m, n=length: m(tokens(length=n)), owner=model)
         assert_same(result, expected[length])
-        protrain_compile.schedule(compiled).use(plans[number % 3])
+        protrain_compile.schedule(compiled).use(plans[number % 4])
     assert compiles() <= 3
     schedule = protrain_compile.schedule(compiled)
     assert all(len(part.graph.contexts) == 0 for part in schedule.parts)
-    assert all(part.schedule.plan.policies == plans[59 % 3].fit(["a"] * 3).policies for part in schedule.parts)
+    assert all(part.schedule.plan.policies == plans[59 % 4].fit(["a"] * 3).policies for part in schedule.parts)
 
 
 def test_dynamic_from_the_start() -> None:
@@ -88,6 +88,29 @@ def test_shapes_computed_in_a_block() -> None:
         schedule.use(Plan.uniform("recompute"))
         assert_bitwise(run_step(compiled, step, owner=model), keep)
         schedule.use(Plan.uniform())
+
+
+class Normed(nn.Module):
+    """Batch norm: the batch size over itself less one, and in the backward alone one over the batch size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.down(self.up(x).relu()))  # type: ignore[no-any-return]
+
+
+def test_fractions_of_a_size() -> None:
+    model = nn.Sequential(*(Normed() for _ in range(3)))
+    compiled = compile_model(model, dynamic=True)
+    for rows in (17, 26):
+        batch = torch.randn(rows, 8)
+        reference = copy.deepcopy(model)
+        expected = run_step(reference, lambda m, x=batch: m(x).square().mean())
+        assert_same(run_step(compiled, lambda m, x=batch: m(x).square().mean(), owner=model), expected)
+        protrain_compile.schedule(compiled).use(turns(3))
+    assert compiles() == 1
 
 
 def test_dynamic_evaluation() -> None:
