@@ -98,20 +98,23 @@ def run_aot(
         compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
 
     def call(*arguments: Any) -> Any:
+        begin = torch._C._autograd._get_sequence_nr()
         results = compiled(*arguments)
-        _make_no_zeros(results)
+        _make_no_zeros(results, begin)
         return results
 
     return call
 
 
-def _make_no_zeros(results: Any) -> None:
-    """Let the backward that made ``results`` take None for a tangent that autograd does not have."""
+def _make_no_zeros(results: Any, begin: int) -> None:
+    """Let the ``autograd.Function`` that made ``results`` take None for a tangent that autograd does not have.
+
+    It is the one that was applied since the sequence number ``begin``: inputs that are returned have others.
+    """
     for result in results if isinstance(results, list | tuple) else ():
         node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
-        if hasattr(node, "set_materialize_grads"):
+        if hasattr(node, "set_materialize_grads") and node._sequence_nr() >= begin:
             node.set_materialize_grads(False)
-            return
 
 
 class _Carrier(ShortenTraceback):

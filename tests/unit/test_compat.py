@@ -439,3 +439,28 @@ def test_segments_grow_unless_the_user_says_otherwise(environment: dict[str, str
     with mock.patch.object(torch._C, "_accelerator_setAllocatorSettings") as told:
         assert compat.use_expandable_segments(environment) == (settings is not None)
     assert [call.args for call in told.call_args_list] == ([(settings,)] if settings else [])
+
+
+def test_only_a_function_applied_since_takes_none_for_zeros() -> None:
+    """An input that a compiled graph returns may be the result of a Function that counts on tensors."""
+    given: list[Any] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(ctx: Any, *tangents: Any) -> Tensor:
+            given.append(tangents[1])
+            return 2 * tangents[0]
+
+    x = torch.ones(3, requires_grad=True)
+    before = Twice.apply(x)
+    begin = torch._C._autograd._get_sequence_nr()
+    results = Twice.apply(x)
+    compat._make_no_zeros([before[0], torch.ones(3), *results], begin)
+    before[0].sum().backward()
+    results[0].sum().backward()
+    torch.testing.assert_close(given[0], torch.zeros(3))
+    assert given[1] is None
