@@ -66,6 +66,28 @@ def sharding_choices(shape: StepShape, given: Plan | None) -> list[tuple[Shardin
     )
 
 
+MIXED_SHARES = (0.25, 0.5, 0.75)
+"""Of all chunks, how many hold whole parameters in the mixes that are tried."""
+
+
+def sharding_mixes(shape: StepShape, given: Plan | None) -> list[tuple[Sharding, ...]]:
+    """Return mixes of whole and divided parameters, the least communication first; empty where a plan says what to do.
+
+    Chunks with whole parameters are spread evenly: they are not gathered right before their use, which leaves the
+    gathers of the others more time.
+    """
+    count = len(shape.chunks)
+    is_open = given is None or (given.sharding is None and given.uniform_sharding is None)
+    if not is_open or not sharding_levels(shape):
+        return []
+    wholes = sorted({round(count * share) for share in MIXED_SHARES} - {0, count}, reverse=True)
+    return [tuple(_spread(i, whole, count) for i in range(count)) for whole in wholes]
+
+
+def _spread(index: int, whole: int, count: int) -> Sharding:
+    return "gradients" if (index + 1) * whole // count > index * whole // count else "parameters"
+
+
 def sharding_levels(shape: StepShape) -> tuple[Sharding, ...]:
     """Return what all chunks of a step may have divided, the least communication first; none for one rank.
 

@@ -16,7 +16,8 @@ as the best, by the one with the most that takes less), and the fewest that are 
 was simulated lets expect something of others (``expectations``).
 
 With ranks each level of sharding is searched by itself, the one that communicates least first; another takes its place
-where it is faster by more than ``STAY_SHARE``, or alone fits.
+where it is faster by more than ``STAY_SHARE``, or alone fits. Then mixes of two levels, in which only what is faster by
+as much is looked for.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from protrain_compile.plan import Plan, Policy
 from protrain_compile.plan_rows import Group, Pattern, PlanRows
 from protrain_compile.plan_space import PlanSpace
 from protrain_compile.profile import Profile
-from protrain_compile.rank_shape import divided, sharding_choices
+from protrain_compile.rank_shape import divided, sharding_choices, sharding_mixes
 from protrain_compile.roles import RECOMPUTES
 from protrain_compile.step_jobs import step_jobs
 from protrain_compile.step_shape import StepShape
@@ -104,7 +105,17 @@ def search(
             best = found
     if best is None:
         raise _least(errors)
+    for sharding in sharding_mixes(shape, given) if _may_gain(best.plan) else ():
+        space = PlanSpace(divided(shape, sharding), profile, given)
+        below_ms = best.prediction.step_ms / (1 + STAY_SHARE)
+        best = _found(Search(space, device_bytes, host_bytes), below_ms) or best
     return best
+
+
+def _may_gain(plan: Plan) -> bool:
+    """Whether another sharding may be faster: memory is short, or parameters are gathered more often than updated."""
+    resident = set(plan.policies or ()) <= {"keep"} and set(plan.residency or ()) <= {"persistent"}
+    return not resident or "parameters" in (plan.sharding or ())
 
 
 def fits(
@@ -136,13 +147,22 @@ def _search_one(
     shape: StepShape, profile: Profile, device_bytes: int | None, host_bytes: int | None, given: Plan | None
 ) -> Solution:
     """Return the best plan with the sharding that ``shape`` has."""
-    found = Search(PlanSpace(shape, profile, given), device_bytes, host_bytes)
-    choice = found.run()
+    one = Search(PlanSpace(shape, profile, given), device_bytes, host_bytes)
+    found = _found(one)
+    if found is None:
+        raise budget_error(one.space, one.rows, device_bytes, host_bytes)
+    return found
+
+
+def _found(search: Search, below_ms: float = math.inf) -> Solution | None:
+    """Return what a search finds; None if nothing fits and takes less than ``below_ms``."""
+    choice = search.run(below_ms)
     if choice is None:
-        raise budget_error(found.space, found.rows, device_bytes, host_bytes)
-    choice = found.swap_where_faster(found.prefer_resident(choice))
-    plan = found.space.plan(choice)
-    return Solution(plan, simulate(shape, profile, plan), found.simulated)
+        return None
+    space = search.space
+    plan = space.plan(search.swap_where_faster(search.prefer_resident(choice)))
+    prediction = simulate(space.shape, space.profile, plan)
+    return Solution(plan, prediction, search.simulated) if prediction.step_ms < below_ms else None
 
 
 def time_cell(ms: float) -> int:
@@ -175,14 +195,17 @@ class Search:
         """How many plans were simulated."""
         return len(self._times)
 
-    def run(self) -> Choice | None:
-        """Return the best choice; None if none fits.
+    def run(self, below_ms: float = math.inf) -> Choice | None:
+        """Return the best choice; None if none fits and takes less than ``below_ms``.
 
         Where everything stays on the device if it is not clearly slower, only what is clearly faster is looked for.
         """
         best_ms, chosen = math.inf, self._resident()
         if chosen is not None:
             self._best = (time_cell(self._simulate(chosen) / (1 + STAY_SHARE)) + 1, 0)
+        if below_ms < math.inf:
+            chosen = chosen if chosen is not None and self._simulate(chosen) < below_ms else None
+            self._best = min(self._best, (time_cell(below_ms), 0))
         for pattern in self.rows.patterns:
             self._wait((_bound_cell(self.rows.least_ms(pattern)), 0), pattern)
         while self._waiting and self._waiting[0][0] < self._best:

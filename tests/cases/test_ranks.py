@@ -19,6 +19,7 @@ CHECKS = (
     "a_hundred_steps_equal_one_rank",
     "micro_batches_equal_one_rank",
     "clipping_equals_one_rank",
+    "mixed_sharding_equals_one_rank",
     "two_forwards_then_two_backwards_equal_one_rank",
     "traffic_is_that_of_zero",
     "micro_batches_communicate_once_where_gradients_are_whole",

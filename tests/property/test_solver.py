@@ -20,7 +20,7 @@ from protrain_compile.lowering import Choice, late_chunks
 from protrain_compile.plan import POLICIES
 from protrain_compile.plan_space import PlanSpace, swap_interval
 from protrain_compile.profile import Profile
-from protrain_compile.rank_shape import divided, sharding_choices
+from protrain_compile.rank_shape import divided, sharding_choices, sharding_mixes
 from protrain_compile.roles import SWAPS
 from protrain_compile.shards import World
 from protrain_compile.solver import STAY_SHARE, Key, Solution, fits, search, time_cell
@@ -109,13 +109,14 @@ WORLDS = (World(2), World(4), World(8, 1, 2), World(2, 2, 2))
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seeds)
 def test_equals_brute_force_with_ranks(seed: int) -> None:
-    """In every level of sharding; and of the levels, none is faster by more than what predictions may be off."""
+    """In every level and mix of sharding; of them, none is faster by more than what predictions may be off."""
     shape, profile, draw = draw_case(seed)
     links = Links("made up", draw.choice((20.0, 400.0)), 5.0, draw.choice((5.0, 50.0)), 10.0)
     profile = dataclasses.replace(profile, hardware=dataclasses.replace(profile.hardware, links=links))
     shape = dataclasses.replace(shape, world=draw.choice(WORLDS), micro_batches=draw.choice((1, 4)))
-    levels = {each: everything(divided(shape, each), profile) for each in sharding_choices(shape, None)}
-    assert len(levels) == (2 if shape.micro_batches == 1 else 3)
+    uniform, mixes = sharding_choices(shape, None), sharding_mixes(shape, None)
+    assert (len(uniform), len(mixes)) == (2 if shape.micro_batches == 1 else 3, min(3, len(shape.chunks) - 1))
+    levels = {each: everything(divided(shape, each), profile) for each in (*uniform, *mixes)}
     device, host = budgets([plan for plans in levels.values() for plan in plans], draw)
     fitting = {each: [p for p in plans if p[0][1] <= device and p[2] <= host] for each, plans in levels.items()}
     found = search_within(shape, profile, device, host, feasible=any(fitting.values()))

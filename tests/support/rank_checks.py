@@ -36,6 +36,7 @@ from protrain_compile.report.model_schedule import Part
 from protrain_compile.runtime.agreement import Agreement
 from protrain_compile.runtime.collective_rates import measure_collectives
 from protrain_compile.sharded_residency import ShardedResidency
+from protrain_compile.shards import SHARDINGS
 
 KINDS = (
     ("persistent", "states", "keep"),
@@ -150,6 +151,21 @@ def clipping_equals_one_rank() -> None:
             ours.update()
             plain.update()
         assert_same_values(ours.model, plain.model)
+
+
+def mixed_sharding_equals_one_rank() -> None:
+    """Of persistent chunks, every one has another part divided; three micro-batches add up."""
+    divided = tuple(itertools.islice(itertools.cycle(SHARDINGS), CHUNKS))
+    plan = dataclasses.replace(forced("persistent"), sharding=divided)
+    ours, plain = pair(plan, gradient_accumulation_steps=3)
+    for seed in range(6):
+        ours.backward(seed)
+        plain.backward(seed)
+        if seed % 3 == 2:
+            ours.update()
+            plain.update()
+    assert residency_of(ours).store.division.sharding == divided
+    assert_same_values(ours.model, plain.model)
 
 
 def two_forwards_then_two_backwards_equal_one_rank() -> None:

@@ -17,7 +17,7 @@ from protrain_compile.links import Links
 from protrain_compile.lowering import Choice, lower
 from protrain_compile.plan import MIN_BUFFERS
 from protrain_compile.profile import CollectiveCost, Profile
-from protrain_compile.rank_shape import divided, sharding_choices
+from protrain_compile.rank_shape import divided, sharding_choices, sharding_mixes
 from protrain_compile.shards import SHARDINGS, World, allowed_sharding
 from protrain_compile.solver import search
 from protrain_compile.step_jobs import step_jobs
@@ -112,6 +112,36 @@ def test_a_world_of_one_is_the_step_itself() -> None:
     assert divided(shape, ("parameters",) * 8) is shape
     found = search(shape, STACK.profile(), device_bytes=6_000 * MB, host_bytes=None)
     assert found.plan.sharding is None
+
+
+def test_some_chunks_hold_whole_parameters_where_all_do_not_fit() -> None:
+    """Between a plan that recomputes to hold all of them, and one that waits for links: a mix of both is faster."""
+    stack = Stack(blocks=8, saved_mb=100, forward_ms=0.5, backward_ms=1.0, launches=0)
+    shape = dataclasses.replace(stack.shape(), world=World(2))
+    profile, bytes_ = linked(stack, Links("slow", 50.0, 0.0, 50.0, 0.0)), 2_726 * MB
+    levels = [
+        search(shape, profile, device_bytes=bytes_, host_bytes=None, given=Plan(uniform_sharding=each)).prediction
+        for each in ("gradients", "parameters")
+    ]
+    found = search(shape, profile, device_bytes=bytes_, host_bytes=None)
+    assert found.prediction.step_ms < 0.93 * min(each.step_ms for each in levels)
+    assert found.prediction.peak_bytes <= bytes_
+    assert found.plan.sharding is not None
+    resident = [found.plan.sharding[i] for i, each in enumerate(found.plan.residency or ()) if each == "persistent"]
+    assert set(resident) == {"gradients", "parameters"}
+    assert simulate(shape, profile, found.plan) == found.prediction
+    roomy = search(shape, profile, device_bytes=None, host_bytes=None)
+    assert set(roomy.plan.sharding or ()) == {"gradients"}
+
+
+def test_mixes_of_sharding() -> None:
+    shape = dataclasses.replace(STACK.shape(), world=World(2))
+    found = sharding_mixes(shape, None)
+    assert [mix.count("gradients") for mix in found] == [6, 4, 2]
+    assert found[1] == ("parameters", "gradients") * 4
+    assert sharding_mixes(shape, Plan(uniform_sharding="parameters")) == []
+    assert sharding_mixes(shape, Plan(sharding=("parameters",) * 8)) == []
+    assert sharding_mixes(STACK.shape(), None) == []
 
 
 def test_more_ranks_are_no_slower_and_need_no_more_where_links_are_free() -> None:
