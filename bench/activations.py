@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.accuracy import SEQUENCE, Configuration, Run, Subject, describe, fresh
+from bench.accuracy import describe
 from bench.hand_plans import Keep, measure_hand_plans
+from bench.subject import SEQUENCE, Configuration, Run, Subject, fresh
 from protrain_compile.errors import BudgetError
 from protrain_compile.runtime.device_budget import RESERVE_SHARE
 

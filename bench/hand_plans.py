@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from bench import common
-from bench.accuracy import Configuration, Run, Subject, off, predicted_peak
+from bench.accuracy import off, predicted_peak
+from bench.subject import Configuration, Run, Subject
 from protrain_compile.cost_model import simulate
 from protrain_compile.errors import ProtrainError
 

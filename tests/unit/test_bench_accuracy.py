@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import accuracy
-from bench.accuracy import Configuration, count_chunks, hand_plan, make_model
+from bench.subject import Configuration, count_chunks, hand_plan, make_model
 
 
 @pytest.mark.parametrize(
