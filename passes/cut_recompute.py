@@ -24,6 +24,7 @@ it takes time. ``recompute_products`` keeps fewer values than ``recompute_pointw
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -45,7 +46,7 @@ def unrepeatable_results(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if never_recompute(node):
-            items = [user for user in node.users if user.op == "call_function" and _is_getitem(user)]
+            items = [user for user in node.users if user.target is operator.getitem]
             found.update(items or [node])
     return found
 
@@ -127,10 +128,6 @@ def reached(wanted: Iterable[fx.Node], cut: Collection[fx.Node]) -> list[fx.Node
                 stack.extend(node.all_input_nodes)
     graph_order = next(iter(seen)).graph.nodes if seen else ()
     return [node for node in graph_order if node in seen and node in cut]
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
 
 
 def _is_foreign(node: fx.Node) -> bool:
