@@ -43,7 +43,7 @@ from protrain_compile.memory_model import (
 from protrain_compile.plan import MIN_BUFFERS, Plan
 from protrain_compile.profile import Format, Profile
 from protrain_compile.rank_shape import divided_by
-from protrain_compile.step_jobs import STREAMS, step_jobs
+from protrain_compile.step_jobs import STREAMS, StepJobs, step_jobs
 from protrain_compile.step_shape import StepShape
 from protrain_compile.timeline import Speeds, Timeline, simulate_jobs, speeds
 
@@ -130,7 +130,8 @@ def simulate(shape: StepShape, profile: Profile, plan: Plan) -> Prediction:
     choice = full_choice(shape, plan)
     shape = divided_by(shape, plan, choice.residency)
     lowered = lower(shape, choice)
-    timeline = simulate_choice(shape, profile, choice, lowered)
+    jobs = step_jobs(shape, profile, choice, lowered)
+    timeline = simulate_jobs(jobs, rates_of(shape, profile))
     peak = find_peak(shape, profile, choice, lowered)
     reserved = find_peak(shape, profile, choice, lowered, "segment_bytes")
     standing = standing_bytes(shape, choice)
@@ -150,13 +151,8 @@ def simulate(shape: StepShape, profile: Profile, plan: Plan) -> Prediction:
         host_bytes=total(on_host),
         host_kinds=on_host,
         traffic_bytes=traffic_bytes(shape, lowered),
-        operations=timed_operations(shape, profile, choice, lowered, timeline),
+        operations=timed_operations(shape, choice, lowered, jobs, timeline),
     )
-
-
-def simulate_choice(shape: StepShape, profile: Profile, choice: Choice, lowered: Lowered) -> Timeline:
-    """Return the timeline of a step."""
-    return simulate_jobs(step_jobs(shape, profile, choice, lowered), rates_of(shape, profile))
 
 
 def rates_of(shape: StepShape, profile: Profile) -> Speeds:
@@ -180,10 +176,9 @@ def _what(shape: StepShape, op: Op) -> str:
 
 
 def timed_operations(
-    shape: StepShape, profile: Profile, choice: Choice, lowered: Lowered, timeline: Timeline
+    shape: StepShape, choice: Choice, lowered: Lowered, jobs: StepJobs, timeline: Timeline
 ) -> tuple[TimedOperation, ...]:
     """Return every operation with its time and the memory after it; what takes no time begins with what follows."""
-    jobs = step_jobs(shape, profile, choice, lowered)
     standing = total(standing_bytes(shape, choice))
     live = live_values(shape, choice, lowered)
     found: list[TimedOperation] = []

@@ -10,13 +10,13 @@ import pytest
 from support.made_shapes import MB, Stack, critical_path, plain_hardware, prefix, random_hardware, random_stack
 
 from protrain_compile import Plan
-from protrain_compile.cost_model import Prediction, simulate, simulate_choice
+from protrain_compile.cost_model import Prediction, rates_of, simulate
 from protrain_compile.lowering import Choice, lower
 from protrain_compile.memory_model import host_bytes
 from protrain_compile.profile import Profile
 from protrain_compile.step_jobs import step_jobs
 from protrain_compile.step_shape import StepShape
-from protrain_compile.timeline import MAX_STEPS, simulate_jobs, speeds
+from protrain_compile.timeline import MAX_STEPS, repeated_ms, simulate_jobs, speeds
 
 SAME = 1e-6
 
@@ -134,7 +134,7 @@ def cases(seed: int, count: int = 25) -> list[tuple[Stack, StepShape, Profile, C
 
 
 def time_of(shape: StepShape, profile: Profile, choice: Choice) -> float:
-    return simulate_choice(shape, profile, choice, lower(shape, choice)).step_ms
+    return repeated_ms(step_jobs(shape, profile, choice, lower(shape, choice)), rates_of(shape, profile))
 
 
 @pytest.mark.parametrize("name", ["h2d", "d2h", "host_updates", "device_gb_per_s", "launch_us"])
