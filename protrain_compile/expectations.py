@@ -15,6 +15,9 @@ from protrain_compile.plan_rows import Group, Row
 NEAR_SHARE = 0.06
 """How far apart groups may be whose bounds are taken to be off alike: blocks and chunks that differ, of all."""
 
+MANY_BUFFERS = 8
+"""From so many on, more buffers spare copies and no waits to speak of."""
+
 
 class Expectations:
     """What is known of the plans that were simulated."""
@@ -39,5 +42,8 @@ class Expectations:
 
     def judged_ms(self, group: Group) -> float:
         """Return the time that a group is expected to be judged by, by its nearest neighbour; 0 where it has none."""
-        near, off = min(((group.apart(each), off) for each, off in self._off), default=(math.inf, 0.0))
+        # A bound is off the more, the fewer buffers there are.
+        enough = min(group.counts[-1], MANY_BUFFERS)
+        known = ((group.apart(each), off) for each, off in self._off if each.counts[-1] >= enough)
+        near, off = min(known, default=(math.inf, 0.0))
         return group.first_ms * off if near <= NEAR_SHARE else 0.0

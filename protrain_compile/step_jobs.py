@@ -172,7 +172,6 @@ class _Writer:
         holder: Mapping[int, int] | None = None,
     ) -> None:
         self.shape = shape
-        self.profile = profile
         self.choice = choice
         self.durations = Durations(shape, profile.hardware)
         self.swaps = swap_plan(shape, choice.policies, recomputed_segments(shape, choice.policies))
@@ -194,6 +193,7 @@ class _Writer:
         self.shards: dict[int, int] = {}
         self.is_shared = shape.world.size > 1
         self._awaited: list[Ref | _Wanted] = []
+        self._parts = [profile.templates[each.template].parts for each in shape.segments]
         self._launch_ms = profile.hardware.launch_us / 1e3
         self._launched_ms = 0.0
         self._since: Ref | None = None
@@ -204,11 +204,11 @@ class _Writer:
         last = (self.last_compute[0], -1)
         found = []
         for stream, ms, after, launched, since in self.jobs:
-            refs: dict[Ref, None] = {}
+            refs: list[Ref] = []
             for each in after:
                 ref = self._before(*each) if isinstance(each[0], str) else each
-                if ref is not None and ref[0] >= 0:
-                    refs[ref] = None
+                if ref is not None and ref[0] >= 0 and ref not in refs:
+                    refs.append(ref)
             found.append(Job(stream, ms, tuple(refs), launched, last if since is None else since))
         return tuple(found)
 
@@ -229,8 +229,8 @@ class _Writer:
         for op, segment, chunk, buffer in (*lowered.forward, *lowered.backward):
             before = len(self.jobs)
             if op in carries_out:
-                launches, job = carries_out[op]
-                self._launch(launches)
+                launch_ms, job = carries_out[op]
+                self._launched_ms += launch_ms
                 job(chunk, buffer) if segment < 0 else job(segment)
             elif segment >= 0:
                 self._call(op, segment)
@@ -242,10 +242,10 @@ class _Writer:
                 self._launch(CHUNK_LAUNCHES["update"])
                 self._apply(chunk)
 
-    def _carries_out(self) -> dict[str, tuple[int, Callable[..., None]]]:
-        """Return launches and writer of every operation that is no call."""
+    def _carries_out(self) -> dict[str, tuple[float, Callable[..., None]]]:
+        """Return ms of launches and the writer of every operation that is no call."""
         launches = CHUNK_LAUNCHES | SWAP_LAUNCHES | (RANK_LAUNCHES if self.is_shared else {})
-        return {name: (each, getattr(self, f"_{name}")) for name, each in launches.items()}
+        return {name: (each * self._launch_ms, getattr(self, f"_{name}")) for name, each in launches.items()}
 
     def _launch(self, calls: int) -> None:
         self._launched_ms += calls * self._launch_ms
@@ -259,8 +259,7 @@ class _Writer:
         self._awaited = []
 
     def _call(self, role: str, segment: int) -> None:
-        parts = self.profile.templates[self.shape.segments[segment].template].parts
-        cost = parts.get(cast("Role", role))
+        cost = self._parts[segment].get(cast("Role", role))
         self._launch(cost.launches if cost is not None else 0)
         self._compute(cost.ms if cost is not None else 0.0, [])
 

@@ -45,3 +45,13 @@ def test_neighbours_bounds_are_off_alike() -> None:
         assert known.judged_ms(alike) == (1.5 * alike.first_ms if is_near else 0.0)
         assert known.judged_ms(dataclasses.replace(other, bound_by="something else")) == 0.0
     assert known.judged_ms(of[8, 3, "split"]) == 0.0
+
+
+def test_a_neighbour_with_fewer_buffers_says_nothing() -> None:
+    """It may wait for copies that more buffers would bring in time; from some number on, none do."""
+    of = groups()
+    made = of[8, 3, "offloaded"]
+    for theirs, ours, counts in ((4, 5, False), (5, 5, True), (6, 5, True), (8, 12, True)):
+        known = Expectations()
+        known.note_judged(dataclasses.replace(made, counts=range(3, theirs + 1)), 1.5 * made.first_ms)
+        assert bool(known.judged_ms(dataclasses.replace(made, counts=range(3, ours + 1)))) == counts
