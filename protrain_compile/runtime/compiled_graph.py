@@ -329,17 +329,15 @@ class CompiledGraph:
             agreement.refuse_plan(error, graph)
             raise
         plan = planned.decision.plan
+        values_bytes = self._planning.values_bytes(call) if call.together else 0
         agreed = agreement.plan(
-            plan,
-            graph,
-            self._planning.values_bytes(call),
-            lambda other: self._planning.follow(call, planned, other).lacking_bytes,
+            plan, graph, values_bytes, lambda other: self._planning.follow(call, planned, other).lacking_bytes
         )
-        if not call.together and plan != agreed and planned.prediction is not None:
-            if agreement.allows(self._write(plan, binding), graph):
-                return planned
-            log.warning("a plan for these sizes would communicate otherwise than the other ranks do: the old one stays")
-        return self._planning.follow(call, planned, agreed)
+        if call.together or plan == agreed or planned.prediction is None:
+            return self._planning.follow(call, planned, agreed)
+        if agreement.allows(self._write(plan, binding), graph):
+            return planned
+        return self._planning.follow_alone(call, planned, agreed)
 
     def _identity(self, binding: Binding) -> Hashable:
         """Return what tells this graph and its parameters from others on every rank, whatever the sizes of a call.

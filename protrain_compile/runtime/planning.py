@@ -315,6 +315,22 @@ class Planning:
         followed = Decision(plan, prediction, decision.measured)
         return Planned(followed, planned.budget, self.device, planned.limit_bytes)
 
+    def follow_alone(self, call: Call, planned: Planned, plan: Plan) -> Planned:
+        """Return the same for a rank whose own plan for larger sizes the other ranks could not follow.
+
+        Raises:
+            BudgetError: If the sizes do not fit by the plan that all ranks have.
+        """
+        followed = self.follow(call, planned, plan)
+        if needed := followed.lacking_bytes:
+            raise BudgetError(
+                f"memory_budget: these sizes take {format_needed(needed)} by the plan that all ranks have, and what "
+                "takes less would communicate otherwise than they do: raise it, or begin with the largest sizes",
+                needed,
+            )
+        log.warning("a plan for these sizes would communicate otherwise than the other ranks do: the old one stays")
+        return followed
+
     def predict(self, call: Call, plan: Plan) -> Prediction:
         """Return what a step of ``plan`` costs; on the device, its templates are profiled if they are not yet.
 

@@ -21,6 +21,7 @@ from protrain_compile.errors import BudgetError, OptionError, PlanError
 from protrain_compile.planner import Budgets, Decision, decide
 from protrain_compile.profile import HardwareProfile
 from protrain_compile.roles import RECOMPUTES
+from protrain_compile.runtime.agreement import Agreement
 from protrain_compile.runtime.planning import Planning
 from protrain_compile.step_shape import StepShape
 
@@ -215,6 +216,26 @@ def test_a_shape_that_does_not_fit_is_refused_with_numbers() -> None:
     run.step(tokens(2, 64))
     with pytest.raises(BudgetError):
         run.compiled(tokens(64, 512))
+    run.step(tokens(2, 64))
+
+
+def test_a_rank_whose_larger_shape_would_need_another_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the others could not follow a plan that fits, the one that they have does not run over the budget."""
+    given: list[Plan] = []
+
+    def first(agreement: Agreement, own: Plan, *_: Any) -> Plan:
+        given.append(own)
+        return given[0]
+
+    enough = needed() + MIB
+    monkeypatch.setattr(Agreement, "allows", lambda *_: False)
+    monkeypatch.setattr(Agreement, "plan", first)
+    run = Run(enough)
+    run.step(tokens(2, 64))
+    with pytest.raises(BudgetError, match="by the plan that all ranks have") as caught:
+        run.compiled(data())
+    assert given[0] != given[-1]
+    assert caught.value.needed_bytes > enough
     run.step(tokens(2, 64))
 
 
