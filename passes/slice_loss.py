@@ -40,6 +40,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from passes.direct_product import direct_product, give_product
 from passes.linearity import dependent_nodes, first_nonlinear
 from passes.node_facts import reach
 from passes.row_slices import RowInput, SliceWriter
@@ -47,7 +48,7 @@ from passes.separate_tangents import separate_tangents, sort
 from passes.wide_region import PRODUCTS, CannotSliceError, Region, sizes
 from protrain_compile import compat
 from protrain_compile.program import Program, Template, fake_value, results_of
-from protrain_compile.row_loop import LoopOutput, RowLoop
+from protrain_compile.row_loop import Direct, LoopOutput, RowLoop
 from protrain_compile.sizes import dtype_bytes
 
 log = logging.getLogger("protrain_compile.passes")
@@ -241,20 +242,29 @@ class _Rewrite:
         total, rows = self.region.rows, self.rows
         outputs = tuple(LoopOutput(each.kind, each.shape, fake_value(each.source).dtype) for each in self.writer.exits)
         left = total % rows
+        tail = SliceWriter(self.region, left, self.returned) if left else None
+        direct = direct_product(self.writer)
         return RowLoop(
-            self._slice_graph(self.writer, inputs, rows),
-            self._slice_graph(SliceWriter(self.region, left, self.returned), inputs, left) if left else None,
+            self._slice_graph(self.writer, inputs, rows, direct),
+            self._slice_graph(tail, inputs, left, direct) if tail is not None else None,
             rows=rows,
             total=total,
             num_row_inputs=len(self.writer.row_inputs),
             outputs=outputs,
             wide_bytes=fake_value(self.region.logits).nbytes,
+            direct=direct,
         )
 
-    def _slice_graph(self, writer: SliceWriter, inputs: list[torch.Tensor], rows: int) -> fx.GraphModule:
+    def _slice_graph(
+        self, writer: SliceWriter, inputs: list[torch.Tensor], rows: int, direct: Direct | None
+    ) -> fx.GraphModule:
         """Return the finished graph of one slice, with fake values; sums keep the dimensions of the whole graph's."""
         graph = writer.graph
-        graph.output(tuple(part for leaving in writer.exits for part in leaving.parts))
+        leaving = list(writer.exits)
+        if direct is not None:
+            give_product(writer, leaving.pop(direct.output).parts[0])
+            output = fake_value(self.region.logits)
+        graph.output(tuple(part for each in leaving for part in each.parts))
         graph.eliminate_dead_code()
         module = fx.GraphModule({}, graph)
         count = len(writer.row_inputs)
@@ -266,6 +276,8 @@ class _Rewrite:
                 else each
                 for i, each in enumerate(inputs)
             ]
+            if direct is not None:
+                given.append(torch.empty((rows, *output.shape[1:]), dtype=output.dtype, device=output.device))
         compat.propagate_fakes(module, given, self.mode)
         return module
 

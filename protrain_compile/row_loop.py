@@ -12,8 +12,11 @@ and returns, by the kind of each output,
 * ``product``  left @ right summed over the slices (left [a, rows], right [rows, b]): added up in place, in the result's
                own type, as one fp32 accumulation a slice
 
-Whatever is as wide as a row exists for one slice only. An artefact with such a call is compiled in pieces: what comes
-before the loop, one slice, what comes after (``compile_around_loop``).
+Whatever is as wide as a row exists for one slice only. Of a product of rows that is returned as it is (logits), each
+slice is computed straight into its place in the result, and handed to the slice's graph (``Direct``).
+
+An artefact with such a call is compiled in pieces: what comes before the loop, one slice, what comes after
+(``compile_around_loop``).
 """
 
 from __future__ import annotations
@@ -48,6 +51,26 @@ class LoopOutput:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class Direct:
+    """A product of rows that the loop computes itself: an output, and the inputs ``[bias +] left @ right`` of it.
+
+    The slice's graph takes it behind all other inputs, and does not return it.
+    """
+
+    output: int
+    left: int
+    right: int
+    bias: int | None = None
+
+    def write(self, into: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Compute it for one slice, whose inputs are given, and return it."""
+        left, right = inputs[self.left], inputs[self.right]
+        if self.bias is None:
+            return torch.mm(left, right, out=into)
+        return torch.addmm(inputs[self.bias], left, right, out=into)
+
+
 class RowLoop:
     """See the module docstring.
 
@@ -59,6 +82,7 @@ class RowLoop:
         num_row_inputs: How many of the inputs are read in slices.
         outputs: What it returns.
         wide_bytes: Bytes that the widest value would have for all rows.
+        direct: The output that the loop computes itself, if there is one.
     """
 
     def __init__(
@@ -71,6 +95,7 @@ class RowLoop:
         num_row_inputs: int,
         outputs: tuple[LoopOutput, ...],
         wide_bytes: int,
+        direct: Direct | None = None,
     ) -> None:
         self.__name__ = "row_loop"
         self.__qualname__ = self.__name__
@@ -82,6 +107,7 @@ class RowLoop:
         self.num_row_inputs = num_row_inputs
         self.outputs = outputs
         self.wide_bytes = wide_bytes
+        self.direct = direct
 
     @property
     def slices(self) -> int:
@@ -107,13 +133,21 @@ class RowLoop:
             return [inputs[0].new_empty(output.shape, dtype=output.dtype) for output in self.outputs]
         sliced, whole = inputs[: self.num_row_inputs], inputs[self.num_row_inputs :]
         totals: list[torch.Tensor | None] = [None] * len(self.outputs)
+        direct = self.direct
+        if direct is not None:
+            output = self.outputs[direct.output]
+            written = totals[direct.output] = inputs[0].new_empty(output.shape, dtype=output.dtype)
         for start in range(0, self.total, self.rows):
             stop = min(start + self.rows, self.total)
             call = one_slice if stop - start == self.rows else last_slice
-            parts = list(call([*(each[start:stop] for each in sliced), *whole]))
+            boxed = [*(each[start:stop] for each in sliced), *whole]
+            if direct is not None:
+                boxed.append(direct.write(written[start:stop], boxed))
+            parts = list(call(boxed))
             parts.reverse()
             for i, output in enumerate(self.outputs):
-                totals[i] = _add(output, totals[i], parts, start, stop)
+                if direct is None or i != direct.output:
+                    totals[i] = _add(output, totals[i], parts, start, stop)
         return [_finished(output, total) for output, total in zip(self.outputs, totals, strict=True)]
 
 

@@ -133,7 +133,10 @@ def _with_slices(kernel: Kernel, loop: RowLoop, *, fused: bool) -> Kernel:
     """Return the kernel of a row loop."""
     parts = kernels_of(loop.slice_graph, fused=fused)
     results = iter(loop.slice_graph.graph.output_node().args[0])  # type: ignore[arg-type]
-    for output in loop.outputs:
+    for i, output in enumerate(loop.outputs):
+        if loop.direct is not None and loop.direct.output == i:
+            parts.append(_direct(kernel, loop))
+            continue
         part = next(results)
         if output.kind == "product":
             parts.append(_product(kernel, part, next(results), output.size_bytes))
@@ -149,6 +152,17 @@ def _product(kernel: Kernel, left: fx.Node, right: fx.Node, size_bytes: int) -> 
     (node,) = kernel.nodes
     reads = {left: value_bytes(left), right: value_bytes(right), node: size_bytes}
     return Kernel((node,), flops, fake_value(left).dtype, False, reads, {node: size_bytes})
+
+
+def _direct(kernel: Kernel, loop: RowLoop) -> Kernel:
+    """Return the product of a slice's rows that a row loop computes into one of its results."""
+    assert loop.direct is not None
+    placeholders = list(loop.slice_graph.graph.find_nodes(op="placeholder"))
+    left, right, made = placeholders[loop.direct.left], placeholders[loop.direct.right], placeholders[-1]
+    flops = 2 * hint(fake_value(left).numel()) * hint(fake_value(right).shape[1])
+    (node,) = kernel.nodes
+    reads = {each: value_bytes(each) for each in (left, right)}
+    return Kernel((node,), flops, fake_value(left).dtype, False, reads, {node: value_bytes(made)})
 
 
 def _copy(kernel: Kernel, part: fx.Node) -> Kernel:

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.capture import capture, gpt_program
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from passes import structure_pipeline
 from passes.slice_loss import MAX_SLICE_BYTES, slice_rows
 from protrain_compile import Plan, PlanError
 from protrain_compile.plan import Loss
 from protrain_compile.planner import SLICED_LOGITS_BYTES, choose_loss
-from protrain_compile.profiler.kernels import source_of
+from protrain_compile.profiler.kernels import kernels_of, source_of
 from protrain_compile.program import Program, fake_value, results_of
 from protrain_compile.row_loop import RowLoop, loop_of, row_loops
 from protrain_compile.shape_reader import step_shape
@@ -93,9 +93,13 @@ def program_of(ending: Callable[..., Any], dtype: torch.dtype = torch.float32, w
     return program
 
 
-def loop_in(program: Program) -> RowLoop:
+def _sliced_joint(program: Program) -> fx.GraphModule:
     ((_, index),) = program.sliced.items()
-    (call,) = row_loops(program.templates[index].joint.graph)
+    return program.templates[index].joint
+
+
+def loop_in(program: Program) -> RowLoop:
+    (call,) = row_loops(_sliced_joint(program).graph)
     return loop_of(call)
 
 
@@ -135,6 +139,19 @@ def test_of_returned_logits_only_these_are_whole(ending: Callable[..., Any]) -> 
     wide = [n for n in values if isinstance(v := fake_value(n), Tensor) and v.numel() == ROWS * LENGTH * WORDS]
     assert {source_of(node) for node in wide} == {source_of(returned)}
     assert parts.complete_backward is not None
+
+
+@pytest.mark.parametrize(("words", "direct"), [(80, True), (84, False)])
+def test_a_slice_of_returned_logits_is_computed_into_its_place(words: int, direct: bool) -> None:
+    """But not where 16-bit rows are no multiple of 16 bytes."""
+    program = program_of(with_logits, torch.bfloat16, words)
+    loop = loop_in(program)
+    assert (loop.direct is not None) == direct
+    (counted,) = (each for each in kernels_of(_sliced_joint(program), fused=True) if each.parts)
+    assert counted.repeats * sum(each.flops for each in counted.parts) == 3 * 2 * ROWS * LENGTH * WIDTH * words
+    products = [node for node in loop.slice_graph.graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert len(products) == (1 if direct else 2)
+    assert loop_in(program_of(mean, torch.bfloat16, words)).direct is None
 
 
 @pytest.mark.parametrize("loss", ["whole", "sliced"])
