@@ -20,7 +20,8 @@ from bench.part_times import part_times
 from bench.states import SIZES, fill
 
 SEQUENCE = 1024
-WARMUP = 2
+WARMUP = 1
+"""Steps after the first of a plan, before those that are timed."""
 PATTERN = re.compile(
     r"(\w+):(\d+):(\d+(?:\.\d+)?)(\+clip)?(?:=([a-z_]+(?:(?:\*\d+)?,[a-z_]+)*(?:\*\d+)?))?(?:@(?:p(\d+))?,?(?:b(\d+))?)?"
 )
