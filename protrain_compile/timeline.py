@@ -100,9 +100,10 @@ class _Side:
         left: What is left of it, in ms alone; -1 before it begins.
         ready: When it may begin, as far as is known; NaN if it is not.
         free: When the one before ended.
+        blocked: A job, in the engine's lists, before whose end nothing more is known.
     """
 
-    __slots__ = ("base", "bit", "free", "index", "left", "order", "position", "ready")
+    __slots__ = ("base", "bit", "blocked", "free", "index", "left", "order", "position", "ready")
 
     def __init__(self, index: int, order: list[int], base: int) -> None:
         self.index = index
@@ -113,6 +114,7 @@ class _Side:
         self.left = -1.0
         self.ready = math.nan
         self.free = 0.0
+        self.blocked = 0
 
 
 class _Engine:
@@ -140,7 +142,6 @@ class _Engine:
         for number, job in enumerate(step.jobs):
             orders[job.stream].append(number)
         self.compute = _Side(-1, orders[COMPUTE], count)
-        self.blocked = 0
         self.sides = [_Side(i, order, count) for i, order in enumerate(orders[COMPUTE + 1 :]) if order]
         if orders[GATHER]:
             self.rates = [(*each, 1.0) for each in rates] * 2
@@ -176,7 +177,8 @@ class _Engine:
                 unfinished = True
             elif side.base > limit:
                 limit = side.base
-        if self.ends[self.blocked] == self.ends[self.blocked]:
+        blocking = self.ends[self.compute.blocked]
+        if blocking == blocking:
             self._run_compute(limit)
         if not unfinished:
             return False
@@ -200,11 +202,13 @@ class _Engine:
 
     def _begin_what_is_ready(self) -> tuple[float, list[_Side]]:
         """Begin jobs; return when the next one may begin, and the streams that run."""
-        until, now, running = math.inf, self.now, []
+        until, now, ends, running = math.inf, self.now, self.ends, []
         for side in self.sides:
             if side.left < 0.0:
                 if side.ready != side.ready:
-                    self._look(side)
+                    blocking = ends[side.blocked]
+                    if blocking == blocking:
+                        self._look(side)
                 if not side.ready <= now:  # later, or not known
                     if side.ready < until:
                         until = side.ready
@@ -220,10 +224,15 @@ class _Engine:
         if side.base >= len(self.ends):
             return
         ends, base, number = self.ends, side.base, side.order[side.position]
-        ready = ends[base + self.since[number]] + self.launched[number]
+        since = base + self.since[number]
+        ready = ends[since] + self.launched[number]
+        if ready != ready:
+            side.blocked = since
+            return
         for reference in self.after[number]:
             end = ends[base + reference]
             if end != end:
+                side.blocked = base + reference
                 return
             if end > ready:
                 ready = end
@@ -252,7 +261,7 @@ class _Engine:
                     if not end <= begin:  # later, or NaN
                         begin = end
                         if end != end:
-                            self.blocked = base + reference
+                            compute.blocked = base + reference
                             compute.position, compute.base, compute.free = position, base, free
                             return
                 if begin < free:
