@@ -172,7 +172,7 @@ def _lines(outlook: Outlook) -> list[str]:
     plan, prediction = outlook.solution.plan, outlook.solution.prediction
     assert plan.policies is not None
     residency = plan.fit_chunks(len(outlook.step.layout.chunks)) or ()
-    chunks = chunks_text(residency, outlook.step.layout.largest_bytes, plan.buffers or 0)
+    chunks = chunks_text(residency, outlook.step.layout.largest_bytes, plan.buffers or 0, plan.sharding)
     speed = outlook.tokens_per_s(outlook.solution)
     ranks = rank_lines(outlook.world, outlook.solution, outlook.alone, speed) if outlook.alone is not None else []
     divided = f"; {sharding_text(plan.sharding)}" if plan.sharding is not None else ""

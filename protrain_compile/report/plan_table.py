@@ -27,11 +27,19 @@ def policies_text(policies: Sequence[str]) -> str:
     return f"{len(policies)} blocks: {shown}" if policies else "no blocks"
 
 
-def chunks_text(residency: Sequence[str], largest_bytes: int, buffers: int) -> str:
-    """Return ``27 chunks of up to 236 MiB: 9 persistent, 18 offloaded, 0 split, 4 buffers``."""
+def chunks_text(
+    residency: Sequence[str], largest_bytes: int, buffers: int, sharding: Sequence[str] | None = None
+) -> str:
+    """Return ``27 chunks of up to 236 MiB: 9 persistent, 18 offloaded, 0 split, 4 buffers``.
+
+    Buffers are left out where nothing takes one; a persistent chunk does if ranks divide more of it than its states.
+    """
     kinds = collections.Counter(residency)
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in RESIDENCIES)
-    shown = f", {buffers} buffers" if kinds["offloaded"] else ""
+    divided = any(
+        lives == "persistent" and of != "states" for lives, of in zip(residency, sharding or (), strict=False)
+    )
+    shown = f", {buffers} buffers" if kinds["offloaded"] or divided else ""
     return f"{len(residency)} chunks of up to {format_bytes(largest_bytes)}: {counts}{shown}"
 
 

@@ -102,7 +102,7 @@ def _plan_line(schedule: Schedule) -> str:
         text += f"; loss in {schedule.loss_slices} slices"
     if chunks is None:
         return text
-    moved = chunks_text(chunks.residency, chunks.layout.largest_bytes, chunks.buffers)
+    moved = chunks_text(chunks.residency, chunks.layout.largest_bytes, chunks.buffers, chunks.sharding)
     return f"{text}; {moved}{_ranks_text(chunks)}"
 
 

@@ -62,6 +62,9 @@ def test_plan_texts() -> None:
     found = chunks_text(["persistent", "offloaded"], 1 << 20, 3)
     assert found == "2 chunks of up to 1.00 MiB: 1 persistent, 1 offloaded, 0 split, 3 buffers"
     assert "buffers" not in chunks_text(["persistent"], 1 << 20, 3)
+    assert "buffers" not in chunks_text(["persistent", "split"], 1 << 20, 3, ["states", "gradients"])
+    for divided in ("gradients", "parameters"):
+        assert "3 buffers" in chunks_text(["persistent"], 1 << 20, 3, [divided])
 
 
 def test_json() -> None:
