@@ -193,6 +193,8 @@ class Run:
         compiled: Any = torch.compile(subject.model, backend=backend, options=given)
         self.step = Step(configuration, compiled, subject.optimizer, subject.device)
         self.step()
+        if self.on_gpu:  # the first run of a kernel may try variants on copies of its arguments
+            torch.cuda.reset_peak_memory_stats()
         self.schedule = protrain.schedule(compiled)
         self.part = self.schedule.parts[0]
         planned = self.part.graph.planned(self.part.schedule)
@@ -255,7 +257,8 @@ class Step:
         """Run it."""
         size = (self.configuration.batch, SEQUENCE)
         tokens = torch.randint(0, 32000, size, generator=self.generator).to(self.device)
-        self.compiled(input_ids=tokens, labels=tokens).loss.backward()
+        outputs = self.compiled(input_ids=tokens, labels=tokens)
+        outputs.loss.backward()  # the logits are held until it is over, as plans assume
         self.optimizer.step()
         self.optimizer.zero_grad()
 
