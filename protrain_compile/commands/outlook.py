@@ -19,7 +19,7 @@ from protrain_compile.commands.trace import TracedModel, adamw_book, trace_model
 from protrain_compile.errors import BudgetError
 from protrain_compile.packing import Preparation, lay_out, training_of
 from protrain_compile.plan import Loss, Plan
-from protrain_compile.planner import choose_loss
+from protrain_compile.planner import Decision, decide_with_loss, loss_forms
 from protrain_compile.profile import HardwareProfile, Profile
 from protrain_compile.profiler.estimate import estimate_profile
 from protrain_compile.rank_shape import sharding_levels
@@ -79,13 +79,13 @@ class Step:
     """One step of a workload in numbers.
 
     Attributes:
-        shape: Its operations and bytes.
+        shapes: Its operations and bytes, by how the loss is computed; the plainest form first.
         profile: Its estimated times.
         layout: The model's chunks.
         unfused: Whether devices have no fused kernel for its attention.
     """
 
-    shape: StepShape
+    shapes: Mapping[Loss, StepShape]
     profile: Profile
     layout: ChunkLayout
     unfused: bool = False
@@ -112,7 +112,7 @@ class Step:
         best: tuple[Solution, World] | None = None
         for world in machine.worlds:
             try:
-                found = self._search(machine, world, None)
+                found = self._search(machine, world)
             except BudgetError:
                 if best is None:
                     raise
@@ -124,18 +124,29 @@ class Step:
 
     def fits(self, machine: Machine) -> bool:
         """Whether there is a plan in the world that divides the model the most; what mostly takes least comes first."""
-        shape, profile = self._in(machine, machine.worlds[0])
+        return any(self._fits(machine, loss) for loss in reversed(list(self.shapes)))
+
+    def _fits(self, machine: Machine, loss: Loss) -> bool:
+        shape, profile = self._in(machine, machine.worlds[0], loss)
         levels = tuple(Plan(uniform_sharding=level) for level in reversed(sharding_levels(shape))) or (None,)
         bounds = {"device_bytes": machine.device_bytes, "host_bytes": machine.host_bytes}
         return any(fits(shape, profile, **bounds, given=level) for level in levels)
 
-    def _in(self, machine: Machine, world: World) -> tuple[StepShape, Profile]:
-        shape = dataclasses.replace(self.shape, world=world)
+    def _in(self, machine: Machine, world: World, loss: Loss) -> tuple[StepShape, Profile]:
+        shape = dataclasses.replace(self.shapes[loss], world=world)
         return shape, dataclasses.replace(self.profile, hardware=machine.hardware.share(world.node_ranks))
 
-    def _search(self, machine: Machine, world: World, given: Plan | None) -> Solution:
-        shape, profile = self._in(machine, world)
-        return search(shape, profile, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, given=given)
+    def _search(self, machine: Machine, world: World) -> Solution:
+        found: dict[Loss, Solution] = {}
+
+        def decide_form(loss: Loss, _: bool) -> Decision:
+            shape, profile = self._in(machine, world, loss)
+            found[loss] = search(shape, profile, device_bytes=machine.device_bytes, host_bytes=machine.host_bytes)
+            return Decision(found[loss].plan, found[loss].prediction)
+
+        plan = decide_with_loss(tuple(self.shapes), decide_form).plan
+        assert plan.loss is not None
+        return dataclasses.replace(found[plan.loss], plan=plan)
 
 
 def trace_workload(workload: Workload) -> TracedModel:
@@ -173,8 +184,9 @@ def step_of(workload: Workload, hardware: HardwareProfile, ranks: int = 1) -> St
     training = training_of(layout, traced.places, traced.specs, _preparation(), traced.book)
     profile = estimate_profile(traced.program, hardware)
     templates = tuple(dataclasses.replace(template, nodes=()) for template in profile.templates)
-    shape = step_shape(traced.program, training, choose_loss(traced.program, Plan(loss=workload.loss)))
-    return Step(shape, dataclasses.replace(profile, templates=templates), layout, traced.unfused)
+    forms = loss_forms(traced.program, Plan(loss=workload.loss))
+    shapes = {form: step_shape(traced.program, training, form) for form in forms}
+    return Step(shapes, dataclasses.replace(profile, templates=templates), layout, traced.unfused)
 
 
 def largest_batch(workload: Workload, step: Step, machine: Machine) -> int | None:
@@ -220,8 +232,9 @@ def between(first: Step, second: Step, share: float) -> Step:
     Raises:
         NotAlikeError: If the steps differ in more than bytes and times.
     """
-    shape = _mixed(_alike(first.shape), _alike(second.shape), share)
-    return dataclasses.replace(first, shape=shape, profile=_mixed(first.profile, second.profile, share))
+    ours, theirs = ({loss: _alike(shape) for loss, shape in step.shapes.items()} for step in (first, second))
+    shapes, profile = _mixed(ours, theirs, share), _mixed(first.profile, second.profile, share)
+    return dataclasses.replace(first, shapes=shapes, profile=profile)
 
 
 def _alike(shape: StepShape) -> StepShape:

@@ -176,9 +176,10 @@ def _lines(outlook: Outlook) -> list[str]:
     speed = outlook.tokens_per_s(outlook.solution)
     ranks = rank_lines(outlook.world, outlook.solution, outlook.alone, speed) if outlook.alone is not None else []
     divided = f"; {sharding_text(plan.sharding)}" if plan.sharding is not None else ""
+    sliced = "; loss in slices" if plan.loss == "sliced" else ""
     return [
         *lines,
-        f"plan      {policies_text(plan.policies)}; {chunks}{divided}",
+        f"plan      {policies_text(plan.policies)}; {chunks}{divided}{sliced}",
         f"predicted {time_text(prediction, measured=False)}" + (f"; {speed:,.0f} tokens/s" if speed else ""),
         *ranks,
         f"memory    {memory_text(prediction)}",

@@ -354,7 +354,7 @@ def test_logits_are_the_peak() -> None:
     """Case 16: vocabulary 151k, two blocks: logits and their gradient. Their fp32 copy is fused away."""
     sizes = "vocab_size=151936,hidden_size=512,num_hidden_layers=2,num_attention_heads=8,intermediate_size=1024"
     step = step_of(Workload(resolve(f"llama:{sizes}"), 8, 512, loss="whole"), HardwareProfile.load("h200"))
-    found = simulate(step.shape, step.profile, Plan.uniform("recompute", "offloaded"))
+    found = simulate(step.shapes["whole"], step.profile, Plan.uniform("recompute", "offloaded"))
     logits = 8 * 512 * 151936 * 2
     assert "epilogue" in found.peak_at
     assert found.device_bytes["activations"] + found.device_bytes["inside calls"] >= 2 * logits

@@ -19,7 +19,17 @@ from protrain_compile import Plan, cli
 from protrain_compile.chunks import ChunkLayout
 from protrain_compile.commands import plan
 from protrain_compile.commands.families import FAMILIES, family
-from protrain_compile.commands.outlook import Machine, NotAlikeError, Step, _mixed, between, largest
+from protrain_compile.commands.models import resolve
+from protrain_compile.commands.outlook import (
+    Machine,
+    NotAlikeError,
+    Step,
+    Workload,
+    _mixed,
+    between,
+    largest,
+    step_of,
+)
 from protrain_compile.errors import BudgetError, OptionError
 from protrain_compile.links import Links
 from protrain_compile.profile import CollectiveCost
@@ -83,10 +93,11 @@ def test_what_fits_with_whole_parameters_alone_fits() -> None:
     made = stack.shape()
     chunks = (made.chunks[0], ChunkShape(100 * MB, 100 * MB // 2, False, "split"), made.chunks[2])
     lives = tuple(life for life in made.lives if life.collects != (1,))
-    step = Step(dataclasses.replace(made, chunks=chunks, lives=lives), stack.profile(), ChunkLayout((), (), ()))
+    shape = dataclasses.replace(made, chunks=chunks, lives=lives)
+    step = Step({"whole": shape}, stack.profile(), ChunkLayout((), (), ()))
     needed = {}
     for sharding in ("gradients", "parameters"):
-        shape = dataclasses.replace(step.shape, world=World(8))
+        shape = dataclasses.replace(step.shapes["whole"], world=World(8))
         with pytest.raises(BudgetError) as caught:
             search(shape, step.profile, device_bytes=1, host_bytes=0, given=Plan(uniform_sharding=sharding))
         needed[sharding] = caught.value.needed_bytes
@@ -95,11 +106,31 @@ def test_what_fits_with_whole_parameters_alone_fits() -> None:
     assert not step.fits(Machine(step.profile.hardware, needed["gradients"] - 1, 0, (World(8),)))
 
 
+def test_the_form_of_the_loss_is_searched_as_in_training() -> None:
+    sizes = "vocab_size=50000,hidden_size=64,num_hidden_layers=2,num_attention_heads=4,intermediate_size=128"
+    step = step_of(Workload(resolve(f"llama:{sizes}"), 4, 256), machine())
+    assert list(step.shapes) == ["whole", "sliced"]
+    plenty = Machine(step.profile.hardware, 1 << 40, 1 << 40)
+    assert step.plan(plenty).plan.loss == "whole"
+    with pytest.raises(BudgetError) as caught:
+        search(step.shapes["whole"], step.profile, device_bytes=1, host_bytes=1 << 40)
+    short = dataclasses.replace(plenty, device_bytes=caught.value.needed_bytes - 1)
+    assert step.fits(short)
+    solution = step.plan(short)
+    assert solution.plan.loss == "sliced"
+    source = resolve(f"llama:{sizes}")
+    lines = plan._lines(plan.Outlook(Workload(source, 4, 256), short, step, solution, most_rows=4))
+    assert any(line.startswith("plan ") and line.endswith("; loss in slices") for line in lines)
+    with pytest.raises(BudgetError) as refused:
+        step.plan(dataclasses.replace(plenty, device_bytes=1))
+    assert refused.value.needed_bytes < caught.value.needed_bytes
+
+
 def test_a_rank_is_planned_with_its_share_of_the_host() -> None:
-    step = Step(Stack().shape(), Stack().profile(), ChunkLayout((), (), ()))
+    step = Step({"whole": Stack().shape()}, Stack().profile(), ChunkLayout((), (), ()))
     whole = Machine(machine(devices=4), 1 << 30, 1 << 40)
     for ranks in (1, 2, 4):
-        _, profile = step._in(whole, World(2 * ranks, 1, 2))
+        _, profile = step._in(whole, World(2 * ranks, 1, 2), "whole")
         assert profile.hardware == whole.hardware.share(ranks)
 
 
@@ -202,9 +233,9 @@ def test_steps_are_alike_though_larger_values_would_be_staged() -> None:
     made = [(life, life.birth == "forward") for life in small.shape().lives]
     staged = tuple(dataclasses.replace(life, staged=each, products_staged=each) for life, each in made)
     layout = ChunkLayout((), (), ())
-    first = Step(dataclasses.replace(small.shape(), lives=staged), stack.profile(), layout)
-    second = Step(large.shape(), stack.profile(), layout)
-    middle = between(first, second, 0.5).shape
+    first = Step({"whole": dataclasses.replace(small.shape(), lives=staged)}, stack.profile(), layout)
+    second = Step({"whole": large.shape()}, stack.profile(), layout)
+    middle = between(first, second, 0.5).shapes["whole"]
     sizes = {life.size_bytes for life in middle.lives if life.birth == "forward" and life.forward_until < 0}
     assert sizes == {20 * MB}
 
