@@ -111,12 +111,12 @@ def _ends_in_scalar(template: Template) -> bool:
 
 
 def _widest_product(graph: fx.Graph) -> fx.Node | None:
-    """Return the forward product with the most columns: the projection to words."""
+    """Return the forward product with the most columns: the projection to words; None for a batch without tokens."""
 
     def width(node: fx.Node) -> int:
         value = fake_value(node)
         fixed = isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
-        return int(value.shape[1]) if fixed and value.dim() == 2 else 0
+        return int(value.shape[1]) if fixed and value.dim() == 2 and value.numel() else 0
 
     tangents = [node for node in graph.find_nodes(op="placeholder") if str(node.target).startswith("tangents")]
     late = set[fx.Node]().union(*(dependent_nodes(graph, tangent) for tangent in tangents))

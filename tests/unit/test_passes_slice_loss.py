@@ -213,6 +213,12 @@ def test_narrow_heads_are_left_alone() -> None:
     assert program_of(mean, words=8).sliced == {}
 
 
+def test_batches_without_tokens_are_left_alone() -> None:
+    program = capture(Speaker(lambda logits, labels: logits.logsumexp(-1).sum()), x=torch.zeros(0, WIDTH), labels=None)
+    structure_pipeline(inductor=False, inductor_draws=False).run(program)
+    assert program.sliced == {}
+
+
 def test_blocks_are_left_alone() -> None:
     program = gpt_program()
     assert set(program.template_of).isdisjoint(program.sliced.values())
