@@ -286,19 +286,15 @@ class ManagedModel:
         """Return where swapped blocks' values go: on the streams of the chunks, within the host budget."""
         if self.swap is None:
             store, budget = self.packed.store, self.preparation.host_budget
-            self.swap = SwapSpace(self.packed.streams, store.pinned, budget, self._host_held_bytes)
+            self.swap = SwapSpace(self.packed.streams, store.pinned, budget, store.held_bytes)
         return self.swap
 
     def swap_room_bytes(self) -> int | None:
         """Return the host bytes that swapped values may take, those that they have included; None without a bound."""
         ranks = self.preparation.ranks
         sharers = 1 if ranks is None else ranks.world.node_ranks
-        free = self.preparation.host_budget.available_bytes(self._host_held_bytes(), sharers)
+        free = self.preparation.host_budget.available_bytes(self.packed.store.held_bytes(), sharers)
         return free if free is None or self.swap is None else free + self.swap.host_bytes
-
-    def _host_held_bytes(self) -> int:
-        store = self.packed.store
-        return store.pinned.held_bytes + store.pageable.held_bytes
 
     def zero_grad(self, *, to_none: bool = True) -> None:
         """Forget the gradients that wait; unless ``to_none``, zeros take their place, as in eager."""

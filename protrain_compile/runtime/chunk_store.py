@@ -131,6 +131,10 @@ class ChunkStore:
                 made = self._make(chunk, spec.companion_parts(chunk), companions)
                 self.states[chunk.index] = ChunkStates(self.parameters[chunk.index], **made)
 
+    def held_bytes(self) -> int:
+        """Return the host bytes that the store holds, swapped values in its pinned memory included."""
+        return self.pinned.held_bytes + self.pageable.held_bytes
+
     def add_moments(self) -> None:
         """Allocate the moments, all or (if an error is raised) none."""
         pageable = HostParts(self.pageable, self.spec.sizes_of(self.spec.moment_parts), "optimizer states")
