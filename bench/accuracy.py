@@ -23,7 +23,7 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,26 @@ HEADER = (
     "reserved",
     "tokens/s",
 )
+
+
+class Recorder:
+    """Prints results as they come, and writes all of them where wanted.
+
+    Args:
+        describe: Returns the table row of a result.
+        path: Of the JSON file, which ``bench.accuracy --read`` reads; None for none.
+    """
+
+    def __init__(self, describe: Callable[[dict[str, Any]], Sequence[str]], path: str | None) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._describe, self._path = describe, path
+
+    def keep(self, result: dict[str, Any]) -> None:
+        """Take one more."""
+        self.found.append(result)
+        print("  ".join(self._describe(result)), *result.get("error", ()), sep="\n  ", flush=True)
+        if self._path:
+            Path(self._path).write_text(json.dumps(self.found, indent=1), encoding="utf-8")
 
 
 def run_child(configuration: Configuration, timeout_s: float, *, parts: bool) -> dict[str, Any]:
@@ -195,14 +215,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bool(wanted) == bool(given.read):
         parser.error("give configurations to measure, or --read FILE")
     results: list[dict[str, Any]] = json.loads(Path(given.read).read_text(encoding="utf-8")) if given.read else []
+    recorder = Recorder(describe, given.json)
     here = Here(shared=given.shared, parts=given.parts) if given.here or given.shared else None
     for configuration in wanted:
-        results.append(
+        recorder.keep(
             here.run(configuration) if here is not None else run_child(configuration, given.timeout, parts=given.parts)
         )
-        print("  ".join(describe(results[-1])), *results[-1].get("error", ()), sep="\n  ", flush=True)
-        if given.json:
-            Path(given.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
+    results += recorder.found
     _report(given, results)
     return int(any("error" in each for each in results))
 

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.accuracy import describe
+from bench.accuracy import Recorder, describe
 from bench.hand_plans import Keep, measure_hand_plans
 from bench.subject import SEQUENCE, Configuration, Run, Subject, fresh
 from protrain_compile.errors import BudgetError
@@ -94,16 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="write everything measured here, for bench.accuracy --read")
     parser.add_argument("--output", help="write the table to this file")
     given = parser.parse_args(arguments)
-    results: list[dict[str, Any]] = []
-
-    def keep(result: dict[str, Any]) -> None:
-        results.append(result)
-        print("  ".join(describe(result)), flush=True)
-        if given.json:
-            Path(given.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
-
     factors = [float(each) for each in given.factors.split(",")]
-    comparison = Comparison(given.model, given.steps, given.by_hand, keep)
+    comparison = Comparison(given.model, given.steps, given.by_hand, Recorder(describe, given.json).keep)
     rows = []
     for batch in map(int, given.batches.split(",")):
         for row in comparison.run(batch, factors):

@@ -12,24 +12,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import common
-from bench.accuracy import off, predicted_peak
+from bench.accuracy import Recorder, off, predicted_peak
 from bench.subject import Configuration, Run, Subject
 from protrain_compile.cost_model import simulate
 from protrain_compile.errors import ProtrainError
+from protrain_compile.runtime.device_budget import RESERVE_SHARE
 
 HEADER = ("plan", "step ms", "to searched", "predicted", "off", "peak GiB", "predicted", "policies")
-RESERVE = 0.97
-"""Of the cap, as the planner leaves it."""
-
 HOST_SHARE = 0.9
 """Of the free host memory, what a plan may take more than the searched one."""
 
@@ -76,7 +72,7 @@ def hand_plans(run: Run) -> Iterator[tuple[str, Any]]:
 
     shape, searched = run.shape_and_plan()
     profile = profile_program(run.part.schedule.program, run.part.schedule.artefacts)
-    room = int(run.configuration.cap_gib * 2**30 * RESERVE) - run.other_bytes
+    room = int(run.configuration.cap_gib * 2**30 * (1 - RESERVE_SHARE)) - run.other_bytes
     taken = simulate(shape, profile, searched).host_bytes
     free = run.subject.managed.preparation.host_budget.available_bytes()
     host_room = math.inf if free is None else taken + int(free * HOST_SHARE)
@@ -125,19 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="write everything measured here")
     parser.add_argument("--output", help="write the table to this file")
     given = parser.parse_args(arguments)
-    results: list[dict[str, Any]] = []
-
-    def keep(result: dict[str, Any]) -> None:
-        results.append(result)
-        print("  ".join(describe(result, results[0])), flush=True)
-        if given.json:
-            Path(given.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
-
+    results = Recorder(lambda result: describe(result, results.found[0]), given.json)
     configuration = Configuration.parse(given.configuration, given.steps)
     run = Run(Subject(configuration), configuration)
-    keep(run.measure("searched"))
-    measure_hand_plans(run, keep)
-    rows = tuple(describe(each, results[0]) for each in results)
+    results.keep(run.measure("searched"))
+    measure_hand_plans(run, results.keep)
+    rows = tuple(describe(each, results.found[0]) for each in results.found)
     note = f"{given.configuration} (model, batch, cap in GiB); residency and buffers as searched, in all"
     result = common.Result("Plans by hand", "bench.hand_plans", common.default_device(), HEADER, rows, (note,))
     result.show()

@@ -291,9 +291,7 @@ class ManagedModel:
 
     def swap_room_bytes(self) -> int | None:
         """Return the host bytes that swapped values may take, those that they have included; None without a bound."""
-        ranks = self.preparation.ranks
-        sharers = 1 if ranks is None else ranks.world.node_ranks
-        free = self.preparation.host_budget.available_bytes(self.packed.store.held_bytes(), sharers)
+        free = self.preparation.host_free_bytes(self.packed.store.held_bytes())
         return free if free is None or self.swap is None else free + self.swap.host_bytes
 
     def zero_grad(self, *, to_none: bool = True) -> None:

@@ -54,6 +54,15 @@ class Preparation:
     accumulation_dtype: torch.dtype = torch.float32
     ranks: Ranks | None = None
 
+    def host_free_bytes(self, held_bytes: int = 0) -> int | None:
+        """Return the host memory that this rank may take now; None where nothing bounds it.
+
+        Args:
+            held_bytes: What the model holds there already.
+        """
+        sharers = 1 if self.ranks is None else self.ranks.world.node_ranks
+        return self.host_budget.available_bytes(held_bytes, sharers)
+
     def free_bytes(self) -> int | None:
         """Return the device memory that may be used now, the least of all ranks; None where nothing bounds it."""
         here = self._free_here()

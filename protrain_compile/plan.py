@@ -110,6 +110,11 @@ class Plan:
         about = (self.residency, self.uniform_residency, self.sharding, self.uniform_sharding, self.buffers)
         return any(each is not None for each in (*about, self.chunk_bytes))
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether memory is not short: no block recomputes or swaps, and no chunk moves."""
+        return set(self.policies or ()) <= {"keep"} and set(self.residency or ()) <= {"persistent"}
+
     def fit_chunks(self, chunks: int) -> tuple[Residency, ...] | None:
         """Return the residency of each of ``chunks`` chunks, or None if the Plan leaves it open.
 

@@ -281,7 +281,7 @@ def decide_with_loss(forms: Sequence[Loss], decide_form: Callable[[Loss, bool], 
         found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, loss=form))
         if best is None or _is_better(found, best):
             best = found
-        if best.fits_by_far or _keeps_all(best.plan):
+        if best.fits_by_far or best.plan.keeps_all:
             break
     if best is None:
         assert refused is not None
@@ -290,11 +290,6 @@ def decide_with_loss(forms: Sequence[Loss], decide_form: Callable[[Loss, bool], 
         finally:
             del refused  # this frame is in its traceback: a circle that would keep the caller's model alive
     return best
-
-
-def _keeps_all(plan: Plan) -> bool:
-    """Whether memory is not short: nothing is moved or computed again."""
-    return set(plan.policies or ()) <= {"keep"} and set(plan.residency or ()) <= {"persistent"}
 
 
 def _is_better(decision: Decision, other: Decision) -> bool:

@@ -114,8 +114,7 @@ def search(
 
 def _may_gain(plan: Plan) -> bool:
     """Whether another sharding may be faster: memory is short, or parameters are gathered more often than updated."""
-    resident = set(plan.policies or ()) <= {"keep"} and set(plan.residency or ()) <= {"persistent"}
-    return not resident or "parameters" in (plan.sharding or ())
+    return not plan.keeps_all or "parameters" in (plan.sharding or ())
 
 
 def fits(

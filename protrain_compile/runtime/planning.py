@@ -293,8 +293,7 @@ class Planning:
         if fixed is not None:
             room = managed.swap_room_bytes()
             return None if room is None else room + total(host_bytes(*_as_packed(shape, fixed)))
-        ranks = managed.preparation.ranks
-        return managed.preparation.host_budget.available_bytes(sharers=1 if ranks is None else ranks.world.node_ranks)
+        return managed.preparation.host_free_bytes()
 
     def values_bytes(self, call: Call) -> int:
         """Return the bytes of all values of a call's step, which tell long sequences from short ones."""

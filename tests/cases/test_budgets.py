@@ -206,7 +206,7 @@ def test_a_new_shape_swaps_within_the_host_budget(monkeypatch: pytest.MonkeyPatc
     run.step(tokens(4, 64))
     run.optimizer._managed.swap_space().reserve([4 * MIB])
     run.step(tokens(4, 96))
-    assert host == pytest.approx([allowed] * len(host), abs=MIB)
+    assert host == pytest.approx([allowed] * len(host), abs=MIB)  # slabs are rounded up
     assert len(host) > 1
 
 
