@@ -29,6 +29,7 @@ OF_ONE = (
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.unsqueeze.default,
+    aten.slice.Tensor,
     aten.alias.default,
     aten.clone.default,
     aten.detach.default,
@@ -122,6 +123,10 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
         return linear[0] is True and not linear[1]
     if node.target in SUMS:
         return all(_is_linear_or_zero(each, dependent) for each in node.args[:2])
+    if node.target is aten.constant_pad_nd.default:
+        return linear[0] is True and not any(node.args[2:])
+    if node.target is aten.cat.default:
+        return all(_is_linear_or_zero(each, dependent) for each in node.args[0])  # type: ignore[union-attr]
     if node.target is aten.where.self:
         return not linear[0] and all(_is_linear_or_zero(each, dependent) for each in node.args[1:])
     return False
@@ -141,4 +146,6 @@ def _is_linear_or_zero(argument: object, dependent: set[fx.Node]) -> bool:
 def _is_zero(node: fx.Node) -> bool:
     if node.target is aten.scalar_tensor.default:
         return bool(node.args[0] == 0)
+    if node.target in (aten.zeros.default, aten.new_zeros.default):
+        return True
     return node.target is aten.full.default and bool(node.args[1] == 0)

@@ -37,6 +37,14 @@ def multiplied(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
     return g.call(aten.mm.default, scaled(g, t, x), x)
 
 
+def padded(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.slice.Tensor, g.call(aten.constant_pad_nd.default, scaled(g, t, x), [0, 3, 0, 0]), 1, 0, 2)
+
+
+def joined_with_zeros(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.cat.default, [scaled(g, t, x), g.call(aten.new_zeros.default, x, [4, 3])], 1)
+
+
 def squared(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
     y = scaled(g, t, x)
     return g.call(aten.mul.Tensor, y, y)
@@ -67,14 +75,26 @@ def rounded(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
     return g.call(aten._to_copy.default, t, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("make", [scaled, divided, masked, both, shaped, multiplied], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [scaled, divided, masked, both, shaped, multiplied, padded, joined_with_zeros],
+    ids=lambda make: make.__name__,
+)
 def test_linear(make) -> None:
     assert judged(make) is None
 
 
+def padded_with_ones(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.constant_pad_nd.default, scaled(g, t, x), [0, 3, 0, 0], 1.0)
+
+
+def joined(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.cat.default, [scaled(g, t, x), x], 1)
+
+
 @pytest.mark.parametrize(
     "make",
-    [squared, exponential, divisor, shifted, offset, chosen_by, rounded],
+    [padded_with_ones, joined, squared, exponential, divisor, shifted, offset, chosen_by, rounded],
     ids=lambda make: make.__name__,
 )
 def test_not_linear(make) -> None:
@@ -120,7 +140,11 @@ def taken_off(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
     return g.call(aten.sub.Tensor, x, g.call(aten.mm.default, t, x))
 
 
-@pytest.mark.parametrize("make", [scaled, divided, masked, both, shaped, multiplied], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [scaled, divided, masked, both, shaped, multiplied, padded, joined_with_zeros],
+    ids=lambda make: make.__name__,
+)
 def test_of_nothing_but_zero_comes_nothing(make) -> None:
     assert without(make)[1] is None
 
