@@ -33,14 +33,14 @@ def step_of_llama(blocks: int, batch: int, hardware: HardwareProfile) -> Step:
 
 def clipping(step: Step) -> Step:
     """Return the same step with all updates after the backward."""
-    return dataclasses.replace(
-        step, shape=dataclasses.replace(step.shape, update_mode="at_step", clips=True, landings=0)
-    )
+    late = {"update_mode": "at_step", "clips": True, "landings": 0}
+    shapes = {loss: dataclasses.replace(shape, **late) for loss, shape in step.shapes.items()}  # type: ignore[arg-type]
+    return dataclasses.replace(step, shapes=shapes)
 
 
 def plan(step: Step, device_bytes: int | None) -> Solution:
-    """Search a plan; any host will do."""
-    return search(step.shape, step.profile, device_bytes=device_bytes, host_bytes=None)
+    """Search a plan with the loss as it is; any host will do."""
+    return search(step.shapes["whole"], step.profile, device_bytes=device_bytes, host_bytes=None)
 
 
 def budgets(step: Step) -> list[int]:
