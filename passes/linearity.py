@@ -124,7 +124,7 @@ def _is_linear(node: fx.Node, dependent: set[fx.Node]) -> bool:
     if node.target in SUMS:
         return all(_is_linear_or_zero(each, dependent) for each in node.args[:2])
     if node.target is aten.constant_pad_nd.default:
-        return linear[0] is True and not any(node.args[2:])
+        return linear[0] is True and not any((*node.args[2:], *node.kwargs.values()))
     if node.target is aten.cat.default:
         return all(_is_linear_or_zero(each, dependent) for each in node.args[0])  # type: ignore[union-attr]
     if node.target is aten.where.self:

@@ -88,13 +88,28 @@ def padded_with_ones(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
     return g.call(aten.constant_pad_nd.default, scaled(g, t, x), [0, 3, 0, 0], 1.0)
 
 
+def padded_with_a_named_value(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
+    return g.call(aten.constant_pad_nd.default, scaled(g, t, x), [0, 3, 0, 0], value=1.0)
+
+
 def joined(g: Graph, t: fx.Node, x: fx.Node) -> fx.Node:
     return g.call(aten.cat.default, [scaled(g, t, x), x], 1)
 
 
 @pytest.mark.parametrize(
     "make",
-    [padded_with_ones, joined, squared, exponential, divisor, shifted, offset, chosen_by, rounded],
+    [
+        padded_with_ones,
+        padded_with_a_named_value,
+        joined,
+        squared,
+        exponential,
+        divisor,
+        shifted,
+        offset,
+        chosen_by,
+        rounded,
+    ],
     ids=lambda make: make.__name__,
 )
 def test_not_linear(make) -> None:
