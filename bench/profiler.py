@@ -75,7 +75,8 @@ def run(arguments: argparse.Namespace) -> common.Result:
     header = ("part", "measured ms", "estimated", "estimated, h200.json", "workspace MiB", "estimated MiB")
     notes = (
         shape.describe(),
-        f"seconds: the machine {hardware_s:.2f}, the templates {templates_s:.2f}, their nodes {nodes_s:.2f}",
+        "seconds beyond compilation: "
+        f"the machine {hardware_s:.2f}, the templates {templates_s:.2f}, their nodes {nodes_s:.2f}",
     )
     return common.Result(
         "Profiler", "bench.profiler", arguments.device, header, tuple(rows(program, measured, estimates)), notes

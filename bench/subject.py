@@ -266,15 +266,16 @@ class Step:
         """Return the seconds of a step, the mean over the timed ones."""
         for _ in range(WARMUP):
             self()
-        _synchronize(self.device)
+        synchronize(self.device)
         start = time.perf_counter()
         for _ in range(self.configuration.steps):
             self()
-        _synchronize(self.device)
+        synchronize(self.device)
         return (time.perf_counter() - start) / self.configuration.steps
 
 
-def _synchronize(device: str) -> None:
+def synchronize(device: str) -> None:
+    """Wait for a GPU."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 

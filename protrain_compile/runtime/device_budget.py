@@ -57,10 +57,10 @@ class Usage:
     def now(cls, device: torch.device) -> Usage:
         """Return the usage of a CUDA device; without an index, of the current one."""
         index = device.index if device.index is not None else torch.cuda.current_device()
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(index)
         return cls(
-            allocated_bytes=torch.cuda.memory_allocated(device),
-            reserved_bytes=torch.cuda.memory_reserved(device),
+            allocated_bytes=torch.cuda.memory_allocated(index),
+            reserved_bytes=torch.cuda.memory_reserved(index),
             free_bytes=free,
             total_bytes=total,
             limit_bytes=int(total * torch.cuda.get_per_process_memory_fraction(index)),
