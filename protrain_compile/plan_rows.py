@@ -58,6 +58,7 @@ class Pattern:
         host: Host bytes of what they swap.
         calls_ms: Compute that depends on them.
         steps: How many single changes of a block lead to them from everything kept.
+        values: Tells the bytes of values at their peak for a row's ``late``.
     """
 
     def __init__(self, space: PlanSpace, bounds: TimeBounds, policies: Policies, steps: int) -> None:
@@ -66,7 +67,7 @@ class Pattern:
         self.calls_ms = bounds.calls(policies)[2]
         self.steps = steps
         self.swapped = policies if self.host else ()
-        self.values = functools.partial(space.values_of, policies)
+        self.values = functools.cache(functools.partial(space.values_of, policies))
 
 
 @dataclasses.dataclass

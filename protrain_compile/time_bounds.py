@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 
 from protrain_compile.lowering import late_chunks, recomputed_segments
@@ -205,18 +206,19 @@ def shared_prices(rates: Speeds) -> list[Work]:
     """Return the corners of the dual of sharing: prices of work such that no combination earns above its time.
 
     The time T for work w is at least ``max over prices p of p . w``: in every state s of what runs, work is done at
-    ``rates[s]``, and ``p . rates[s] <= 1``. Corners are where three of the limits (and signs) meet.
+    ``rates[s]``, and ``p . rates[s] <= 1``. Corners are where three of the limits (and signs) meet; those that earn no
+    more than another with any work are left out.
     """
     limits = [(*(r if s >> i & 1 else 0.0 for i, r in enumerate(rates[s])), 1.0) for s in range(1, 8)]
     signs = [(1.0, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0)]
-    found: list[Work] = []
+    found: dict[Work, None] = {}
     for rows in itertools.combinations([*limits, *signs], 3):
         point = _meet(rows)
         if point is None or min(point) < -1e-9:
             continue
         if all(sum(a * p for a, p in zip(row, point, strict=False)) <= 1 + 1e-9 for row in limits):
-            found.append(point)
-    return found
+            found[point] = None
+    return [p for p in found if not any(p != q and all(map(operator.le, p, q)) for q in found)]
 
 
 def _meet(rows: Sequence[Sequence[float]]) -> Work | None:

@@ -4,7 +4,8 @@ When a value is born and freed depends only on the policies of the few segments 
 grouped by these segments, and each group has one list of changes for each combination of their policies. Positions are
 the same for all: those of the step in which every block is recomputed, of which a kept block leaves its recompute out;
 whichever recompute a block has, it is at the same place.
-The changes of all groups add up to the bytes alive at every position.
+The changes of all groups add up to the bytes alive at every position. Policies are looked at one after the other that
+differ little: sums stay, and only the groups that differ are replaced.
 
 With swaps there are positions for their operations, too. What a segment swaps are changes in place of those that its
 lives make without; they depend on the segment, its partner, and how it is recomputed.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from protrain_compile.lowering import Lowered, Op, recomputed_segments, skeleton
 from protrain_compile.memory_model import Places, inside_bytes
@@ -35,6 +37,20 @@ GAP = Op("wait")
 
 BEHIND_FORWARD = (1, 2, 3)
 """Positions behind a segment's forward: what others release there, its own values leave, and are released."""
+
+
+class _Group(NamedTuple):
+    """Lives whose begins and ends the same segments decide.
+
+    Attributes:
+        segments: These segments.
+        lives: The lives.
+        changes: What they change, by how each of the segments is recomputed.
+    """
+
+    segments: tuple[int, ...]
+    lives: list[Life]
+    changes: dict[_Recomputed, _Changes]
 
 
 class ValuePeaks:
@@ -63,31 +79,52 @@ class ValuePeaks:
         self.inside_of = {
             (s, role): inside_bytes(shape, profile, Op(role, s)) for s in again for role in self._roles(s)
         }
-        groups: dict[tuple[int, ...], list[Life]] = {}
+        lives: dict[tuple[int, ...], list[Life]] = {}
         for life in shape.lives:
-            groups.setdefault(self._deciding(life), []).append(life)
-        self.groups: list[tuple[tuple[int, ...], list[Life], dict[_Recomputed, _Changes]]]
-        self.groups = [(segments, lives, {}) for segments, lives in groups.items()]
+            lives.setdefault(self._deciding(life), []).append(life)
         self._swapped: dict[tuple[int, int, RecomputeRole | None, tuple[SwappedLife, ...]], _Changes] = {}
+        groups = [_Group(segments, each, {}) for segments, each in lives.items()]
+        self.groups_of: dict[int, list[_Group]] = {}
+        for group in groups:
+            for segment in group.segments:
+                self.groups_of.setdefault(segment, []).append(group)
+        self._recomputed = recomputed_segments(shape, [recompute] * len(shape.block_names))
+        self._alive = [0] * len(self.inside)
+        self._add(groups, 1)
 
     def bytes_of(self, policies: Sequence[Policy]) -> int:
         """Return the most of values and what is inside calls under ``policies``, one per block."""
         recomputed = recomputed_segments(self.shape, policies)
-        changes = [0] * len(self.inside)
-        for segments, lives, known in self.groups:
-            key = tuple([recomputed[each] for each in segments])
-            if key not in known:
-                known[key] = self._changes(lives, recomputed)
-            for position, size in known[key]:
+        self._turn_to(recomputed)
+        changes = self._alive
+        if self.swaps:
+            changes = changes.copy()
+            for position, size in self._swap_changes(policies, recomputed):
                 changes[position] += size
-        for position, size in self._swap_changes(policies, recomputed) if self.swaps else ():
-            changes[position] += size
-        inside = self.inside.copy()
-        for segment, position in self.recomputes.items():
-            role = recomputed[segment]
-            inside[position] = self.inside_of[segment, role] if role is not None else 0
-        peaks: Iterable[int] = map(operator.add, itertools.accumulate(changes), inside)
+        peaks: Iterable[int] = map(operator.add, itertools.accumulate(changes), self.inside)
         return max(peaks)
+
+    def _turn_to(self, recomputed: list[RecomputeRole | None]) -> None:
+        """Replace what the last policies looked at and these do not share."""
+        pairs = enumerate(zip(self._recomputed, recomputed, strict=True))
+        differ = [segment for segment, (before, now) in pairs if before != now]
+        groups = {id(each): each for segment in differ for each in self.groups_of.get(segment, ())}.values()
+        self._add(groups, -1)
+        self._recomputed = recomputed
+        self._add(groups, 1)
+        for segment in differ:
+            role = recomputed[segment]
+            if segment in self.recomputes:
+                self.inside[self.recomputes[segment]] = self.inside_of[segment, role] if role is not None else 0
+
+    def _add(self, groups: Iterable[_Group], sign: int) -> None:
+        """Add, or take away, what groups change under the policies at hand."""
+        for segments, lives, known in groups:
+            key = tuple([self._recomputed[each] for each in segments])
+            if key not in known:
+                known[key] = self._changes(lives, self._recomputed)
+            for position, size in known[key]:
+                self._alive[position] += sign * size
 
     def _roles(self, segment: int) -> list[RecomputeRole]:
         return [role for role in RECOMPUTES if role in self.shape.segments[segment].calls]
