@@ -11,7 +11,6 @@ The pass ``place`` writes schedules with it, and ``lowering`` predicts them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -76,56 +75,53 @@ def place_stays(
     Raises:
         PlanError: If one call uses more chunks than there are buffers.
     """
-    return _Placement(stays, buffers, split, entry).run()
+    uses, never = _uses(stays), len(stays)
+    contents = dict(entry)
+    held = [contents.get(buffer, -1) for buffer in range(buffers)]
+    ends = [-1] * buffers
+    next_use = [uses[chunk][0] if chunk in uses else never for chunk in held]
+    last_stay: dict[int, int] = {}
+    placed = []
+    for number, (chunk, begin, end, needs_parameters, keeps_content) in enumerate(stays):
+        is_split = chunk in split
+        buffer = own_buffer(buffers, chunk) if is_split else _free_buffer(chunk, begin, ends, next_use, held)
+        fetched = needs_parameters and contents.get(buffer) != chunk
+        placed.append(Placing(buffer, fetched, last_stay.get(buffer, -1)))
+        last_stay[buffer] = number
+        if needs_parameters:
+            uses[chunk].popleft()
+        if keeps_content:
+            contents[buffer] = chunk
+        else:
+            contents.pop(buffer, None)
+        if not is_split:
+            ends[buffer], held[buffer] = end, chunk if keeps_content else -1
+            coming = uses.get(held[buffer])
+            next_use[buffer] = coming[0] if coming else never
+    return placed, contents
 
 
-@dataclasses.dataclass
-class _Placement:
-    stays: Sequence[Stay]
-    buffers: int
-    split: frozenset[int]
-    entry: Mapping[int, int]
+def _free_buffer(chunk: int, begin: int, ends: Sequence[int], next_use: Sequence[int], held: Sequence[int]) -> int:
+    """Return the free buffer for a stay of ``chunk`` that begins at ``begin``.
 
-    def run(self) -> tuple[list[Placing], Contents]:
-        uses = _uses(self.stays)
-        self.never = len(self.stays)
-        self.contents = dict(self.entry)
-        self.last_stay: dict[int, int] = {}
-        self.ends = [-1] * self.buffers
-        self.next_use = [self._first_use(uses, self.contents.get(buffer)) for buffer in range(self.buffers)]
-        placed = []
-        for number, stay in enumerate(self.stays):
-            buffer = own_buffer(self.buffers, stay.chunk) if stay.chunk in self.split else self._free_buffer(stay)
-            fetched = stay.needs_parameters and self.contents.get(buffer) != stay.chunk
-            placed.append(Placing(buffer, fetched, self.last_stay.get(buffer, -1)))
-            self.last_stay[buffer] = number
-            self.contents.pop(buffer, None)
-            if stay.keeps_content:
-                self.contents[buffer] = stay.chunk
-            if stay.needs_parameters:
-                uses[stay.chunk].popleft()
-            if buffer < self.buffers:
-                self.ends[buffer] = stay.end
-                self.next_use[buffer] = self._first_use(uses, self.contents.get(buffer))
-        return placed, self.contents
-
-    def _free_buffer(self, stay: Stay) -> int:
-        found, latest, since = -1, -1, 0
-        for buffer, (end, use) in enumerate(zip(self.ends, self.next_use, strict=True)):
-            if end >= stay.begin:
-                continue
-            if self.contents.get(buffer) == stay.chunk:
-                return buffer
-            if use > latest or (use == latest and end < since):
-                found, latest, since = buffer, use, end
-        if found < 0:
-            raise PlanError(f"plan: buffers={self.buffers} are too few: one call uses chunks of that many; give more")
-        return found
-
-    def _first_use(self, uses: Mapping[int, deque[int]], chunk: int | None) -> int:
-        """Return the number of the first stay still to come that needs a chunk's parameters; past the end if none."""
-        coming = uses.get(chunk) if chunk is not None else None
-        return coming[0] if coming else self.never
+    Args:
+        chunk: The chunk.
+        begin: Where the stay begins.
+        ends: Where the last stay in each buffer ends.
+        next_use: The first stay still to come that needs the parameters which each buffer holds; past the end if none.
+        held: The chunk whose parameters each buffer holds, or -1.
+    """
+    found, latest, since = -1, -1, 0
+    for buffer, (end, use, content) in enumerate(zip(ends, next_use, held, strict=True)):
+        if end >= begin:
+            continue
+        if content == chunk:
+            return buffer
+        if use > latest or (use == latest and end < since):
+            found, latest, since = buffer, use, end
+    if found < 0:
+        raise PlanError(f"plan: buffers={len(ends)} are too few: one call uses chunks of that many; give more")
+    return found
 
 
 def _uses(stays: Sequence[Stay]) -> dict[int, deque[int]]:

@@ -172,7 +172,7 @@ def kept_until(life: Life, recomputed: Sequence[RecomputeRole | None]) -> tuple[
     return None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Call:
     """A call with what the passes put around it.
 
@@ -249,9 +249,9 @@ def _serve(calls: Sequence[_Call], stays: Sequence[bool]) -> dict[int, int]:
         current = served or current
     for chunk, first, last in stretches:
         if stays[chunk]:
-            calls[first].before.append(Op("bind", chunk=chunk))
+            calls[first].before.append(Op("bind", -1, chunk))
             continue
-        calls[first].before.append(Op("wait", chunk=chunk))
+        calls[first].before.append(Op("wait", -1, chunk))
         calls[last].releases.insert(0, chunk)
         ends[chunk] = max(last, ends.get(chunk, last))
     return ends
@@ -268,11 +268,9 @@ def _finish_all(
         each = shape.chunks[chunk]
         made = number_of.get(each.last_gradient, -1)
         release = released.get(chunk, -1)
-        operations = [Op("collect", chunk=chunk), Op("offload", chunk=chunk), Op("update", chunk=chunk)]
-        if each.keeps_gradient(residency[chunk]):
-            del operations[1]
-        elif residency[chunk] == "persistent":
-            operations[1] = Op("release", chunk=chunk)
+        operations = [Op("collect", -1, chunk), Op("update", -1, chunk)]
+        if not each.keeps_gradient(residency[chunk]):
+            operations.insert(1, Op("release" if residency[chunk] == "persistent" else "offload", -1, chunk))
         if made >= release and made >= 0:
             behind = calls[made].behind_result.setdefault(each.last_item, [])
         elif release >= 0:
@@ -295,18 +293,19 @@ def _flat(calls: Sequence[_Call]) -> list[Op]:
     found: list[Op] = []
     for call in calls:
         found += call.before
-        found.append(Op(call.role, segment=call.segment))
+        found.append(Op(call.role, call.segment))
         for chunk in call.releases:
             if chunk not in call.erased:
-                found.append(Op("release", chunk=chunk))
+                found.append(Op("release", -1, chunk))
             found += call.behind_release.get(chunk, ())
-        for item in sorted(call.behind_result):
-            found += call.behind_result[item]
+        if call.behind_result:
+            for item in sorted(call.behind_result):
+                found += call.behind_result[item]
         found += call.behind
     return found
 
 
-OCCUPIES = ("wait", "release", "collect", "offload")
+OCCUPIES = frozenset(("wait", "release", "collect", "offload"))
 
 
 def _place(ops: Sequence[Op], shape: StepShape, choice: Choice, entry: Contents) -> tuple[list[Op], Contents]:
@@ -324,7 +323,7 @@ def _place(ops: Sequence[Op], shape: StepShape, choice: Choice, entry: Contents)
             written[position] = Op(name, segment, chunk, placing.buffer)
         if not placing.fetched:
             continue
-        prefetch = Op("prefetch", chunk=stay.chunk, buffer=placing.buffer)
+        prefetch = Op("prefetch", -1, stay.chunk, placing.buffer)
         if placing.behind < 0:
             fronts.append(prefetch)
         else:
@@ -344,15 +343,15 @@ def _stays(ops: Sequence[Op], own: Sequence[bool]) -> tuple[list[Stay], list[lis
     """
     members: list[list[int]] = []
     current: dict[int, list[int]] = {}
-    for position, op in enumerate(ops):
-        if op.op not in OCCUPIES or own[op.chunk]:
+    for position, (name, _, chunk, _) in enumerate(ops):
+        if name not in OCCUPIES or own[chunk]:
             continue
-        if op.chunk not in current:
-            current[op.chunk] = []
-            members.append(current[op.chunk])
-        current[op.chunk].append(position)
-        if op.op in ("release", "offload"):
-            del current[op.chunk]
+        if chunk not in current:
+            current[chunk] = []
+            members.append(current[chunk])
+        current[chunk].append(position)
+        if name in ("release", "offload"):
+            del current[chunk]
     stays = []
     for positions in members:
         names = [ops[position].op for position in positions]

@@ -50,8 +50,11 @@ SWAP_LAUNCHES = {"swap_out": 8, "release_swapped": 1, "reload": 8, "wait_reload"
 COLLECT_PASSES = 3
 """Times that ``collect`` reads or writes a chunk's bytes: it clears the buffer, reads gradients and writes them."""
 
-Ref = tuple[int, int]
-"""A job: its number in its step, and 0 for the same step or -1 for the one before."""
+Ref = int
+"""A job: its number in its step; of the step before, its number less how many jobs a step has, which is negative."""
+
+NONE: Ref = -(1 << 60)
+"""No job."""
 
 
 class Job(NamedTuple):
@@ -79,7 +82,7 @@ class StepJobs:
     Attributes:
         jobs: The jobs.
         job_of: For every operation of forward and backward, in order: its job, or -1.
-        last_compute: The job that ends a step on the device.
+        last_compute: The job that ends a step on the device; negative if there is none.
     """
 
     jobs: tuple[Job, ...]
@@ -95,7 +98,7 @@ def step_jobs(shape: StepShape, profile: Profile, choice: Choice, lowered: Lower
     while writer.holder and writer.holder != writer.held_before:
         writer = _Writer(shape, profile, choice, writer.holder)
         writer.write(lowered)
-    return StepJobs(writer.finished_jobs(), tuple(writer.job_of), writer.last_compute[0])
+    return StepJobs(writer.finished_jobs(), tuple(writer.job_of), writer.last_compute)
 
 
 class Durations:
@@ -179,7 +182,7 @@ class _Writer:
         self.reloaded: dict[int, Ref] = {}
         self.jobs: list[tuple[int, float, list[Ref | _Wanted], float, Ref | None]] = []
         self.job_of: list[int] = []
-        self.last_compute: Ref = (-1, -1)
+        self.last_compute: Ref = NONE
         self.held_before = dict(holder or {})
         self.holder = dict(self.held_before)
         self.arrival: dict[int, Ref] = {}
@@ -201,27 +204,28 @@ class _Writer:
 
     def finished_jobs(self) -> tuple[Job, ...]:
         """Return the jobs, each reference to the step before filled in."""
-        last = (self.last_compute[0], -1)
+        count = len(self.jobs)
+        last = self.last_compute - count
         found = []
         for stream, ms, after, launched, since in self.jobs:
             refs: list[Ref] = []
             for each in after:
-                ref = self._before(*each) if isinstance(each[0], str) else each
-                if ref is not None and ref[0] >= 0 and ref not in refs:
+                ref = self._before(*each) - count if isinstance(each, tuple) else each
+                if ref not in refs and ref + count >= 0:
                     refs.append(ref)
             found.append(Job(stream, ms, tuple(refs), launched, last if since is None else since))
         return tuple(found)
 
-    def _before(self, name: str, key: int) -> Ref | None:
-        """Return the job of the step before that a name and key stand for."""
+    def _before(self, name: str, key: int) -> Ref:
+        """Return the job that a name and key stand for at the end of a step."""
         if name == "emptied":
-            return (self.emptied[key][0], -1) if len(self.emptied) >= -key else None
+            return self.emptied[key] if len(self.emptied) >= -key else NONE
         known: dict[int, Ref] = getattr(self, name)
-        return (known[key][0], -1) if key in known else None
+        return known.get(key, NONE)
 
     def _last(self, name: str, key: int) -> Ref | _Wanted:
         known: dict[int, Ref] = getattr(self, name)
-        return known.get(key) or (name, key)
+        return known.get(key, (name, key))
 
     def write(self, lowered: Lowered) -> None:
         """Write the jobs of a step."""
@@ -252,15 +256,16 @@ class _Writer:
 
     def _add(self, stream: int, ms: float, after: list[Ref | _Wanted]) -> Ref:
         self.jobs.append((stream, ms, after, self._launched_ms, self._since))
-        return (len(self.jobs) - 1, 0)
+        return len(self.jobs) - 1
 
     def _compute(self, ms: float, after: list[Ref | _Wanted]) -> None:
-        self.last_compute = self._add(COMPUTE, ms, [*self._awaited, *after])
+        self.last_compute = self._add(COMPUTE, ms, self._awaited + after)
         self._awaited = []
 
     def _call(self, role: str, segment: int) -> None:
         cost = self._parts[segment].get(cast("Role", role))
-        self._launch(cost.launches if cost is not None else 0)
+        if cost is not None:
+            self._launched_ms += cost.launches * self._launch_ms
         self._compute(cost.ms if cost is not None else 0.0, [])
 
     def _swap_out(self, segment: int) -> None:

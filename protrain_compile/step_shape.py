@@ -236,16 +236,16 @@ class StepShape:
         return tuple(i for i, segment in enumerate(self.segments) if segment.block >= 0)
 
     @functools.cached_property
-    def swappable(self) -> tuple[int, ...]:
-        """The lives that may leave for the host between forward and backward, whatever the plan."""
+    def swappable(self) -> tuple[tuple[int, ...], ...]:
+        """By the segment whose backward takes them: the lives that may leave for the host before, whatever the plan."""
         end = len(self.segments)
-        return tuple(
-            number
-            for number, life in enumerate(self.lives)
-            if life.birth in ("forward", "snapshot")
-            and (life.swapped_bytes or life.products_bytes)
-            and not (life.forward_until >= end or life.returned or life.collects)
-        )
+        found: list[list[int]] = [[] for _ in self.segments]
+        for number, life in enumerate(self.lives):
+            stays = life.forward_until >= end or life.returned or life.collects
+            if life.birth in ("forward", "snapshot") and (life.swapped_bytes or life.products_bytes) and not stays:
+                for use in life.uses:
+                    found[use.segment].append(number)
+        return tuple(map(tuple, found))
 
     def largest_bytes(self, residency: tuple[Residency, ...]) -> int:
         """Return the size of a standard chunk buffer: that of the largest chunk which takes one."""

@@ -7,6 +7,7 @@ A segment swaps the storages that leave the forward for its backward alone; see 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -58,11 +59,10 @@ def swap_plan(shape: StepShape, policies: Sequence[Policy], recomputed: Sequence
         return NOTHING
     of_segments = [policies[each.block] if each.block >= 0 else "keep" for each in shape.segments]
     swaps = [each in SWAPS for each in of_segments]
+    candidates = {number for segment in itertools.compress(shape.swappable, swaps) for number in segment}
     found: dict[int, list[SwappedLife]] = {}
-    for number in shape.swappable:
+    for number in sorted(candidates):
         life = shape.lives[number]
-        if not any(swaps[use.segment] for use in life.uses):
-            continue
         reader = _only_reader(life, recomputed)
         if reader is None or not swaps[reader[0]] or life.segment > reader[0]:
             continue

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from protrain_compile.profile import Format, HardwareProfile
-from protrain_compile.step_jobs import COMPUTE, GATHER, HOST, STREAMS, Job, StepJobs
+from protrain_compile.step_jobs import COMPUTE, GATHER, HOST, STREAMS, Job, Ref, StepJobs
 from protrain_compile.updates.threads import threads_of_share
 
 MAX_STEPS = 12
@@ -134,8 +134,8 @@ class _Engine:
         self.now = 0.0
         self.ms = [job.ms for job in step.jobs]
         self.launched = [job.launched_ms for job in step.jobs]
-        self.since = [back * count + other for other, back in (job.since for job in step.jobs)]
-        self.after = [[back * count + other for other, back in job.after] for job in step.jobs]
+        self.since = [job.since for job in step.jobs]
+        self.after = [job.after for job in step.jobs]
         self.begins = [0.0] * count + [math.nan] * (count * steps)
         self.ends = self.begins.copy()
         orders: list[list[int]] = [[] for _ in STREAMS]
@@ -297,8 +297,8 @@ class _Parts:
             free = engine.ends[self.base + number]
         return busy, copies, updates, launches, collectives
 
-    def _end(self, ref: tuple[int, int]) -> float:
-        return self.engine.ends[self.base + ref[1] * len(self.jobs) + ref[0]]
+    def _end(self, ref: Ref) -> float:
+        return self.engine.ends[self.base + ref]
 
     def _causes(self, number: int, free: float) -> tuple[float, float, float]:
         """Return how long compute waited, from ``free`` on, for copies, the updates before them, and collectives."""
@@ -307,16 +307,16 @@ class _Parts:
             return 0.0, 0.0, 0.0
         latest = max(after, key=self._end)
         end, collective = self._end(latest), 0.0
-        if self.jobs[latest[0]].stream == GATHER:
-            shards = [ref for ref in self.jobs[latest[0]].after if self.jobs[ref[0]].stream != COMPUTE]
+        if self.jobs[latest].stream == GATHER:
+            shards = [ref for ref in self.jobs[latest].after if self.jobs[ref].stream != COMPUTE]
             arrived = max((self._end(ref) for ref in shards), default=free)
             collective = max(0.0, end - max(free, arrived))
             if arrived <= free:
                 return 0.0, 0.0, collective
             latest, end = max(shards, key=self._end), arrived
-        copy = self.jobs[latest[0]]
-        updates = [self._end(ref) for ref in copy.after if self.jobs[ref[0]].stream == HOST]
+        copy = self.jobs[latest]
+        updates = [self._end(ref) for ref in copy.after if self.jobs[ref].stream == HOST]
         updated = min(max(updates, default=free), end)
-        others = [self._end(ref) for ref in copy.after if self.jobs[ref[0]].stream != HOST]
+        others = [self._end(ref) for ref in copy.after if self.jobs[ref].stream != HOST]
         waited = max(0.0, updated - max([free, *others]))
         return max(0.0, end - free) - waited, waited, collective

@@ -229,11 +229,11 @@ def critical_path(step: StepJobs, steps: int) -> float:
     for number in range(steps * count):
         job = step.jobs[number % count]
         base = number - number % count
-        since = base + job.since[1] * count + job.since[0]
-        begins_after = job.since[0] >= 0 and since >= 0
+        since = base + job.since
+        begins_after = job.since >= -count and since >= 0
         graph.add_edge("begin", number, weight=0.0 if begins_after else job.launched_ms)
         graph.add_edge(number, "end", weight=job.ms)
-        for other in [*(base + back * count + other for other, back in job.after), before[job.stream]]:
+        for other in [*(base + other for other in job.after), before[job.stream]]:
             if other >= 0:
                 graph.add_edge(other, number, weight=step.jobs[other % count].ms)
         if begins_after:

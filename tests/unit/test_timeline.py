@@ -39,10 +39,9 @@ def begins_expected(jobs: StepJobs, timeline: Timeline) -> list[float]:
     for number, job in enumerate(jobs.jobs):
         order = streams[job.stream]
         place = order.index(number)
-        previous = (order[place - 1], 0 if place else -1)
-        waits = [timeline.ends[other] + back * timeline.step_ms for other, back in (*job.after, previous)]
-        launched = timeline.ends[job.since[0]] + job.since[1] * timeline.step_ms + job.launched_ms
-        found.append(max(launched, *waits))
+        previous = order[place - 1] - (0 if place else len(jobs.jobs))
+        ended = [timeline.ends[other] - timeline.step_ms * (other < 0) for other in (*job.after, previous, job.since)]
+        found.append(max(*ended[:-1], ended[-1] + job.launched_ms))
     return found
 
 
