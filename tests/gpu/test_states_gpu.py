@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 import protrain_compile as protrain
@@ -172,9 +171,19 @@ def _blocking(compiled: Callable[[torch.Tensor], torch.Tensor], optimizer: Any) 
     return losses
 
 
-@inductor_config.patch(deterministic=True)
+@pytest.fixture
+def kernels_alike() -> Iterator[None]:
+    """Let Inductor take one variant of each reduction: else it times several, of which a busy GPU may prefer others.
+
+    Its own ``config.deterministic`` does not last: tracing sets it from PyTorch's switch.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("kernels_alike")
 def test_recompute_is_bitwise_keep() -> None:
-    """With kernels alike: else Inductor times variants of a reduction, of which a busy GPU may prefer another."""
     results = []
     for policy in ("keep", "recompute"):
         torch._dynamo.reset()
