@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,6 +230,11 @@ class HardwareProfile:
         if threads is None:
             return max(known, key=lambda rate: rate.gparams_per_s)
         return _interpolate(known, threads)
+
+    def with_updates(self, host: Iterable[HostUpdateRate], device: Mapping[Format, float]) -> HardwareProfile:
+        """Return the same with the rates of updates of more formats, on the host and on the device."""
+        rates = {**self.device_update_gparams_per_s, **device}
+        return dataclasses.replace(self, host_updates=(*self.host_updates, *host), device_update_gparams_per_s=rates)
 
     def share(self, ranks: int) -> HardwareProfile:
         """Return what each of several ranks of this machine has, a device each.

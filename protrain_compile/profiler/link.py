@@ -15,13 +15,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from protrain_compile.profile import LinkRate
 from protrain_compile.runtime.host_memory import CudaRegistrar, HostMemory, layout_offsets
 from protrain_compile.runtime.streams import make_streams
 
 DIRECTIONS = ("h2d", "d2h")
 COPIES = 4
-UPDATES = 4
+UPDATES = 6
 """Updates that must have ended before a rate is told from when they did."""
 
 
@@ -40,18 +39,19 @@ class Link(Protocol):
         ...
 
 
-def measure_link(link: Link, update: Callable[[], object]) -> tuple[LinkRate, LinkRate, float]:
-    """Return the rates of ``h2d`` and ``d2h``, and the calls of ``update`` a second beside copies both ways."""
+def measure_link(link: Link) -> tuple[Rates, Rates]:
+    """Return the rates of each direction alone, and of both at once."""
     link.rates(DIRECTIONS)  # the first copies are slower
-    alone = Rates(link.rates(("h2d",)).h2d, link.rates(("d2h",)).d2h)
-    both = link.rates(DIRECTIONS)
+    return Rates(link.rates(("h2d",)).h2d, link.rates(("d2h",)).d2h), link.rates(DIRECTIONS)
+
+
+def measure_beside(link: Link, update: Callable[[], object]) -> tuple[Rates, float]:
+    """Return the rates of copies both ways beside ``update``, and its calls a second."""
     with repeated(update) as ends:
         beside = link.rates(DIRECTIONS)
         while len(ends) < UPDATES:  # copies that are done sooner are made again
             beside = link.rates(DIRECTIONS)
-        per_second = (len(ends) - 1) / (ends[-1] - ends[0])
-    rates = [LinkRate(*each) for each in zip(alone, both, beside, strict=True)]
-    return rates[0], rates[1], per_second
+        return beside, (len(ends) - 1) / (ends[-1] - ends[0])
 
 
 @contextmanager

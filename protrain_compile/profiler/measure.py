@@ -5,37 +5,51 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from protrain_compile.artefacts import ArtefactSet
-from protrain_compile.profile import HardwareProfile, Profile, TemplateProfile
+from protrain_compile.profile import Format, HardwareProfile, Profile, TemplateProfile
 from protrain_compile.profiler.cache import cached, hardware_key, template_key
-from protrain_compile.profiler.hardware import measure_hardware
+from protrain_compile.profiler.hardware import measure_hardware, measure_updates
 from protrain_compile.profiler.nodes import measure_nodes
 from protrain_compile.profiler.templates import compile_parts, measure_template, template_device, template_shares
+from protrain_compile.profiler.update_rates import FORMATS
 from protrain_compile.program import Program, Template
 
 log = logging.getLogger("protrain_compile.profiler")
 
 
 def profile_hardware(
-    device: torch.device, *, refresh: bool = False, first: Callable[[], None] = lambda: None
+    device: torch.device,
+    formats: Sequence[Format] = FORMATS,
+    *,
+    refresh: bool = False,
+    first: Callable[[], None] = lambda: None,
 ) -> HardwareProfile:
     """Return the HardwareProfile of ``device``.
 
     Args:
         device: The device.
+        formats: Of which states it has the rates of updates; it may have those of more.
         refresh: Measure it anew.
         first: What is done before it is measured.
     """
+    key = hardware_key(device)
 
     def measure() -> HardwareProfile:
         first()
-        return measure_hardware(device)
+        return measure_hardware(device, formats=formats)
 
-    return cached(HardwareProfile, hardware_key(device), measure, refresh=refresh)
+    def complete() -> HardwareProfile:
+        first()
+        return found.with_updates(*measure_updates(device, missing))
+
+    found = cached(HardwareProfile, key, measure, refresh=refresh)
+    known = {rate.format for rate in found.host_updates}
+    missing = [format for format in formats if format not in known]
+    return cached(HardwareProfile, key, complete, refresh=True) if missing else found
 
 
 def profile_program(
@@ -43,6 +57,7 @@ def profile_program(
     artefacts: ArtefactSet,
     *,
     hardware: HardwareProfile | None = None,
+    formats: Sequence[Format] = FORMATS[:1],
     nodes: bool = False,
     refresh: bool = False,
 ) -> Profile:
@@ -52,6 +67,7 @@ def profile_program(
         program: A program with templates and their parts, captured for the device that it runs on.
         artefacts: Compiles and holds the parts; only of templates that are not in the cache.
         hardware: The machine; measured, or taken from the cache, if None.
+        formats: Of which states the machine's updates are measured, at least.
         nodes: Whether to measure every node, too.
         refresh: Measure even what is in the cache.
     """
@@ -63,7 +79,7 @@ def profile_program(
         for template in program.templates:
             compile_parts(template, artefacts)
 
-    machine = hardware or profile_hardware(device, refresh=refresh, first=compile_all)
+    machine = hardware or profile_hardware(device, formats, refresh=refresh, first=compile_all)
     shares = template_shares(program, artefacts.mode, machine)
     templates = tuple(
         _profile_template(template, artefacts, machine, device, nodes, refresh, share)

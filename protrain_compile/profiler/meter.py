@@ -22,7 +22,6 @@ RUNS = (3, 10)
 """The fewest and the most timed runs of a call."""
 
 BUDGET_MS = 100.0
-"""What the timed runs of one call may take together, the fewest always being made."""
 
 
 MOST_HEATING = 1000
@@ -75,12 +74,18 @@ class Meter(Protocol):
         ...
 
 
-def time_call(meter: Meter, call: Call) -> Timing:
-    """Return the medians of several runs of ``call``, after a warm-up; the results are dropped."""
+def time_call(meter: Meter, call: Call, budget_ms: float = BUDGET_MS) -> Timing:
+    """Return the medians of several runs of ``call``, after a warm-up; the results are dropped.
+
+    Args:
+        meter: Of the device.
+        call: What is timed.
+        budget_ms: What the timed runs may take together, the fewest always being made.
+    """
     for _ in range(WARM_UPS):
         first_ms = max(_elapsed_ms(lambda: meter.finish(call)), 1e-3)
     fewest, most = RUNS
-    runs = max(fewest, min(most, int(BUDGET_MS / first_ms)))
+    runs = max(fewest, min(most, int(budget_ms / first_ms)))
     watch = meter.stopwatch()
     launches = [_elapsed_ms(lambda: (watch.lap(call), None)) for _ in range(runs)]
     return Timing(statistics.median(watch.laps_ms()), statistics.median(launches))

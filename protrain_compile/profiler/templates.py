@@ -33,7 +33,7 @@ from protrain_compile.profiler.estimate import dying_inputs, estimate_template
 from protrain_compile.profiler.footprint import workspace_bytes
 from protrain_compile.profiler.inputs import make_inputs, make_value
 from protrain_compile.profiler.kernels import kernels_of, launches_of
-from protrain_compile.profiler.meter import Meter, Timing, lasting_ms, make_meter, time_call
+from protrain_compile.profiler.meter import BUDGET_MS, Meter, Timing, lasting_ms, make_meter, time_call
 from protrain_compile.program import Parts, Program, Template
 from protrain_compile.roles import Role
 from protrain_compile.sizes import size_bytes
@@ -131,7 +131,7 @@ class TemplateRun:
         return {role: self._cost(role, lasting) for role in self.of.graphs()}
 
     def _cost(self, role: Role, lasting: Mapping[Role, float]) -> ArtefactCost:
-        timing = self._time(role)
+        timing = self._time(role, 0.0 if role in lasting else BUDGET_MS)
         saved, tangents = self._made_for(role)
         boxed = self._bind(role, saved, tangents)
         held = [tangents[index] for index in self.of.held_tangents] if role == "backward" else []
@@ -143,10 +143,10 @@ class TemplateRun:
         del held
         return cost
 
-    def _time(self, role: Role) -> Timing:
+    def _time(self, role: Role, budget_ms: float) -> Timing:
         """Time a part alone; what its runs share is dropped on return."""
         saved, tangents = self._made_for(role)
-        return time_call(self.meter, lambda: self._run(role, saved, tangents))
+        return time_call(self.meter, lambda: self._run(role, saved, tangents), budget_ms)
 
     def _lasting_ms(self) -> dict[Role, float]:
         """Time all parts in turn under sustained load; nothing where none is wanted, or there is no room for all."""

@@ -22,7 +22,10 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 GRADIENTS = {"split": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 """The type in which a format's gradients cross the link."""
 
-ROUNDS = 3
+WARM_UPS = 3
+"""Rounds that do not count: threads that slept are slower at first, on a virtual machine by a third."""
+
+ROUNDS = 7
 
 Arrays = tuple[ChunkStates, torch.Tensor]
 
@@ -66,15 +69,15 @@ def thread_counts() -> list[int]:
 
 
 def host_gparams_per_s(updater: HostUpdater, arrays: Arrays) -> float:
-    """Return the rate of an updater alone, in 1e9 parameters a second: the median of a few rounds after one."""
+    """Return the rate of an updater alone, in 1e9 parameters a second: the median of a few rounds."""
     states, gradient = arrays
     segments = segments_of(states)
     seconds = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(WARM_UPS + ROUNDS):
         start = time.perf_counter()
         updater.update(states, gradient, segments)
         seconds.append(time.perf_counter() - start)
-    return states.param.numel() / statistics.median(seconds[1:]) / 1e9
+    return states.param.numel() / statistics.median(seconds[WARM_UPS:]) / 1e9
 
 
 def device_gparams_per_s(format: Format, parameters: int, meter: Meter) -> float:

@@ -39,9 +39,10 @@ from protrain_compile.planner import (
     is_decided,
     loss_forms,
 )
-from protrain_compile.profile import HardwareProfile, Profile
+from protrain_compile.profile import Format, HardwareProfile, Profile
 from protrain_compile.profiler.estimate import estimate_profile
 from protrain_compile.profiler.measure import profile_program
+from protrain_compile.profiler.update_rates import FORMATS
 from protrain_compile.program import InputKind, Program, fake_value
 from protrain_compile.rank_shape import divided
 from protrain_compile.runtime.device_budget import DeviceBudget, DeviceMemoryError, Usage, measure_budget
@@ -50,6 +51,7 @@ from protrain_compile.runtime.host_budget import HostBudget
 from protrain_compile.shape_reader import step_shape
 from protrain_compile.sizes import size_bytes, sizes_at
 from protrain_compile.step_shape import StepShape
+from protrain_compile.updates.formats import StateFormat
 
 log = logging.getLogger("protrain_compile.planning")
 
@@ -248,7 +250,10 @@ class Planning:
 
     def measure(self, managed: ManagedModel | None = None) -> Profile:
         """Return what the templates cost on the device; on the CPU, whose memory nobody lacks, an estimate."""
-        profile = profile_program(self._program, self._artefacts) if self.device.type == "cuda" else self.estimate()
+        if self.device.type == "cuda":
+            profile = profile_program(self._program, self._artefacts, formats=_formats(managed))
+        else:
+            profile = self.estimate()
         if managed is None or not managed.agreement.collectives:
             return profile
         hardware = dataclasses.replace(profile.hardware, collectives=managed.agreement.collectives)
@@ -361,6 +366,13 @@ def _as_packed(shape: StepShape, fixed: Fixed) -> tuple[StepShape, Choice]:
     """Return the step of this rank, and what of a choice its chunks are."""
     own = shape if fixed.sharding is None else divided(shape, fixed.sharding)
     return own, Choice((), fixed.residency, fixed.buffers)
+
+
+def _formats(managed: ManagedModel | None) -> tuple[Format, ...]:
+    """Return how states of a model are stored; without one of ours nothing is updated, and any will do."""
+    specs = managed.specs if managed is not None else ()
+    used = {StateFormat.of(spec.dtype).name.lower() for spec in specs if spec.trainable}
+    return tuple(format for format in FORMATS if format in used) or FORMATS[:1]
 
 
 def _fixed(managed: ManagedModel | None) -> Fixed | None:

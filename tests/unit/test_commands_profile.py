@@ -45,7 +45,7 @@ def test_a_model_is_estimated_for_another_machine(tmp_path: Path, capsys: pytest
 
 
 def test_a_model_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("protrain_compile.profiler.measure.measure_hardware", lambda _: machine())
+    monkeypatch.setattr("protrain_compile.profiler.measure.measure_hardware", lambda _, formats: machine())
     arguments = [LLAMA, "--seq", "16", "--device", "cpu", "--dtype", "float32", "--compile", "eager"]
     assert cli.main(["profile", *arguments]) == 0
     printed = capsys.readouterr().out

@@ -77,7 +77,7 @@ def test_the_machine_is_shown_with_its_source() -> None:
 
 
 def test_a_compiled_model_shows_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protrain_compile.profiler.measure.measure_hardware", lambda _: machine())
+    monkeypatch.setattr("protrain_compile.profiler.measure.measure_hardware", lambda _, formats: machine())
     _, schedule = compiled(light.GPT(2), tokens())
     text = schedule.profile(refresh=True)
     assert "block 0 to block 1 (2), node by node" in text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from support.profiles import machine
 
 from protrain_compile import compat
 from protrain_compile.artefacts import ArtefactSet
-from protrain_compile.profile import ArtefactCost, HardwareProfile, Profile
+from protrain_compile.profile import ArtefactCost, Format, HardwareProfile, Profile
 from protrain_compile.profiler import cache, measure
 from protrain_compile.profiler.cache import cache_folder, cached, graph_text, hardware_key, template_key
+from protrain_compile.profiler.hardware import UpdateRates
 from protrain_compile.profiler.measure import profile_hardware, profile_program
 
 CPU = torch.device("cpu")
@@ -166,10 +168,31 @@ def test_a_program_is_measured_once() -> None:
 
 def test_hardware_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [machine(name="first"), machine(name="second")]
-    monkeypatch.setattr(measure, "measure_hardware", lambda _: made.pop(0))
+    monkeypatch.setattr(measure, "measure_hardware", lambda _, formats: made.pop(0))
     assert [profile_hardware(CPU).name for _ in range(2)] == ["first", "first"]
     assert profile_hardware(CPU, refresh=True).name == "second"
     assert hardware_key(CPU).startswith("hardware-")
+
+
+def test_formats_that_are_new_are_measured_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = machine().host_updates[0]
+    split = machine(host_updates=(rate,), device_update_gparams_per_s={"split": 1.0})
+    asked = []
+
+    def more(_: torch.device, formats: Sequence[Format]) -> UpdateRates:
+        asked.append(tuple(formats))
+        return UpdateRates(
+            tuple(dataclasses.replace(rate, format=each) for each in formats), dict.fromkeys(formats, 2.0)
+        )
+
+    monkeypatch.setattr(measure, "measure_hardware", lambda _, formats: split)
+    monkeypatch.setattr(measure, "measure_updates", more)
+    assert profile_hardware(CPU, ("split",)) == split
+    found = profile_hardware(CPU, ("split", "fp32"))
+    assert [each.format for each in found.host_updates] == ["split", "fp32"]
+    assert found.device_update_gparams_per_s == {"split": 1.0, "fp32": 2.0}
+    assert profile_hardware(CPU, ("fp32",)) == found
+    assert asked == [("fp32",)]
 
 
 def test_ranks_that_share_a_host_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +208,7 @@ def test_everything_is_compiled_before_the_machine_is_measured(monkeypatch: pyte
     program, artefacts = gpt_program(2), ArtefactSet("eager")
     seen = []
 
-    def measured(device: torch.device) -> HardwareProfile:
+    def measured(device: torch.device, formats: Sequence[Format]) -> HardwareProfile:
         seen.append(artefacts.compiled_count)
         return machine(name="measured")
 

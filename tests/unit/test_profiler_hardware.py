@@ -1,15 +1,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from protrain_compile.profile import HardwareProfile
+from protrain_compile.profile import Format, HardwareProfile
 from protrain_compile.profiler import hardware
-from protrain_compile.profiler.hardware import LARGE, SMALL, Sizes, fitting, host_bytes, measure_hardware
-from protrain_compile.profiler.link import UPDATES, CpuLink, Rates, measure_link, repeated
+from protrain_compile.profiler.hardware import (
+    LARGE,
+    SMALL,
+    Sizes,
+    fitting,
+    host_bytes,
+    measure_hardware,
+    measure_updates,
+)
+from protrain_compile.profiler.link import UPDATES, CpuLink, Rates, measure_beside, measure_link, repeated
 from protrain_compile.profiler.update_rates import FORMATS, host_arrays, segments_of, thread_counts
 from protrain_compile.runtime.device_budget import DeviceMemoryError
 from protrain_compile.runtime.host_memory import HostMemory
@@ -47,15 +56,28 @@ class Recorded:
 
 def test_a_link_is_measured_alone_both_ways_and_beside_updates() -> None:
     link, updates = Recorded(), []
-    h2d, d2h, per_second = measure_link(link, lambda: (updates.append(1), time.sleep(0.001)))
-    both = ("h2d", "d2h")
-    assert link.asked[:4] == [both, ("h2d",), ("d2h",), both]
-    assert set(link.asked[4:]) == {both}
-    assert (h2d.alone_gb_per_s, d2h.alone_gb_per_s) == (20.0, 31.0)
-    assert (h2d.both_gb_per_s, d2h.both_gb_per_s) == (40.0, 41.0)
-    assert d2h.beside_updates_gb_per_s == h2d.beside_updates_gb_per_s + 1 > 50
+    alone, both = measure_link(link)
+    beside, per_second = measure_beside(link, lambda: (updates.append(1), time.sleep(0.001)))
+    ways = ("h2d", "d2h")
+    assert link.asked[:4] == [ways, ("h2d",), ("d2h",), ways]
+    assert set(link.asked[4:]) == {ways}
+    assert alone == (20.0, 31.0)
+    assert both == (40.0, 41.0)
+    assert beside.d2h == beside.h2d + 1 > 50
     assert len(updates) >= UPDATES
     assert 0 < per_second < 1000
+
+
+def test_only_wanted_formats_are_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(hardware, "host_arrays", lambda *given: (made.append(given[0]), host_arrays(*given))[1])
+    found = measure_hardware(CPU, TINY, ("fp32",))
+    assert {rate.format for rate in found.host_updates} == set(found.device_update_gparams_per_s) == {"fp32"}
+    more = measure_updates(CPU, ("split", "fp16"), TINY)
+    assert made == ["fp32", "split", "fp16"]
+    both = found.with_updates(*more)
+    assert both.host_update("fp32") == found.host_update("fp32")
+    assert {rate.format for rate in both.host_updates} == set(both.device_update_gparams_per_s) == set(FORMATS)
 
 
 def test_an_update_that_fails_is_not_waited_for() -> None:
@@ -63,7 +85,7 @@ def test_an_update_that_fails_is_not_waited_for() -> None:
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        measure_link(Recorded(), fail)
+        measure_beside(Recorded(), fail)
 
 
 def test_repeating_ends_with_its_block() -> None:
@@ -116,11 +138,11 @@ def test_less_is_measured_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch)
     tried: list[Sizes] = []
     measure = hardware._measure
 
-    def short(device: torch.device, sizes: Sizes) -> HardwareProfile:
+    def short(device: torch.device, sizes: Sizes, formats: Sequence[Format]) -> HardwareProfile:
         tried.append(sizes)
         if len(tried) < 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return measure(device, TINY)
+        return measure(device, TINY, formats)
 
     monkeypatch.setattr(hardware, "_measure", short)
     assert measure_hardware(CPU, LARGE).cores > 0
@@ -128,7 +150,7 @@ def test_less_is_measured_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_room_at_all_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(device: torch.device, sizes: Sizes) -> HardwareProfile:
+    def fail(device: torch.device, sizes: Sizes, formats: Sequence[Format]) -> HardwareProfile:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(hardware, "_measure", fail)
