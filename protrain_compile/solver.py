@@ -6,7 +6,8 @@ dearer only for what survives::
 
     group    busy, shared (time_bounds)      in no time
              cycle (time_bounds)             when it comes first
-    leaf     simulate (timeline)             the exact time
+    leaf     halves (time_bounds)            before it is simulated
+             simulate (timeline)             the exact time
 
 Times within ``SAME_SHARE`` of each other count as equal: the plan with less memory wins, which keeps room for what no
 model knows. Up to ``SURE`` simulations the result is the best of the whole space in this order, which a test compares
@@ -53,7 +54,8 @@ STAY_SHARE = 0.03
 by more than this."""
 
 SURE = 12
-"""Simulations before assumptions count. At 96 blocks, bounds alone would leave a thousand."""
+"""Plans that are simulated, or ruled out just before, until assumptions count. At 96 blocks, bounds alone would leave a
+thousand."""
 
 Key = tuple[int, int]
 """What is minimised: the time's cell (see ``time_cell``), then the peak in bytes."""
@@ -184,6 +186,7 @@ class Search:
         self.bounds = TimeBounds(space.shape, space.profile, self._rates)
         self.rows = PlanRows(space, self.bounds)
         self._times: dict[Choice, float] = {}
+        self._ruled_out: dict[Choice, float] = {}
         self._order = itertools.count()
         self._waiting: list[tuple[Key, int, Pattern | Group, int]] = []
         self._expected = Expectations()
@@ -232,7 +235,7 @@ class Search:
     @property
     def _judges(self) -> bool:
         """Whether assumptions count."""
-        return self._best != NONE_YET and self.simulated >= SURE
+        return self._best != NONE_YET and self.simulated + len(self._ruled_out) >= SURE
 
     def _resident(self) -> Choice | None:
         """Return the choice that moves and recomputes nothing, where it fits and the user did not decide otherwise."""
@@ -262,6 +265,8 @@ class Search:
             for other in self._from_first_that_fits([each for each in others if self._computes_within(each, best_ms)]):
                 limit = best_ms * (1 - SAME_SHARE)
                 if not self._computes_within(other, best_ms) or not self._within_budgets(other):
+                    break
+                if self.bounds.halves_ms(other.residency, other.buffers, other.policies) >= limit:
                     break
                 ms = self._simulate(other)
                 if ms >= limit or ms > self._simulate(_all_kept(other)) * (1 + STAY_SHARE):
@@ -324,11 +329,23 @@ class Search:
         return self._times[choice]
 
     def _time(self, group: Group, buffers: int) -> float:
-        """Return the time of a plan, and remember what it says of others."""
+        """Return the time of a plan, or a bound that rules its group out; and remember what it says of others."""
         choice = group.choice(buffers)
-        if choice not in self._times:
-            self._expected.note(group, buffers, self._simulate(choice))
-        return self._times[choice]
+        known = self._times.get(choice) or self._ruled_out.get(choice)
+        if known is None:
+            known = self.bounds.halves_ms(choice.residency, buffers, choice.policies)
+            if self._rules_out(group, known):
+                self._ruled_out[choice] = known
+            else:
+                known = self._simulate(choice)
+            self._expected.note(group, buffers, known)
+        return known
+
+    def _rules_out(self, group: Group, ms: float) -> bool:
+        """Whether no plan of a group is any better if they take ``ms`` or longer."""
+        best, peak = self._best
+        cell = _bound_cell(ms)
+        return cell > best or (cell == best and not group.below(peak + 1))
 
     def _is_hopeless(self, group: Group) -> bool:
         """Whether a group is not expected to be any better, by what is known of its residency."""
@@ -358,6 +375,8 @@ class Search:
             counts = less
         if cell > best or not counts or self._cell(group, counts[-1]) > best:
             return 0
+        if self._cell(group, counts[0]) <= cell:  # as often as not
+            return counts[0]
         return counts[_first(len(counts), lambda i: self._cell(group, counts[i]) <= cell)]
 
     def _cell(self, group: Group, buffers: int) -> int:

@@ -8,6 +8,9 @@ Each is true of every simulation (``timeline.simulate_jobs``), whatever the numb
     gathered  collectives take turns, too: the sum of those that no buffer spares                shared_ms
     cycle     a chunk's update precedes its fetch in the next step, which precedes its
               forward, and so the first gradients, and the updates before its own            cycle_ms
+    halves    a forward's fetches wait for an update that waits for all gradients, which wait
+              for the fetches before: so copies and updates share the one half of a step, or
+              the other                                                                      halves_ms
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class TimeBounds:
         self.moved = functools.cache(self._moved)
         self.swapped = functools.cache(self._swapped)
         self.gathers = functools.cache(self._gathers)
+        self.halves = functools.cache(self._halves)
         self.read_again = {c for each in shape.segments for c in _backward_chunks(each.calls)}
 
     # ---- compute -------------------------------------------------------------------------------------------------
@@ -98,7 +102,7 @@ class TimeBounds:
         forward, leave, update, again = self.moved(residency)
         swapped_in, swapped_out = self.swapped(policies)
         work = (forward + sum(again[buffers:]) + swapped_in, leave + swapped_out, update)
-        copies = max(sum(price * ms for price, ms in zip(each, work, strict=True)) for each in self.prices)
+        copies = max(_earned(each, work) for each in self.prices)
         if (
             self.shape.landings == 1 and self.shape.update_mode == "in_backward"
         ):  # each gradient leaves when the one before has been used up
@@ -131,6 +135,54 @@ class TimeBounds:
         size = sum(moved_bytes(lives) for lives in swaps.lives.values())
         hardware = self.profile.hardware
         return Durations.copy(size, hardware.h2d), Durations.copy(size, hardware.d2h)
+
+    # ---- halves of a step ----------------------------------------------------------------------------------------
+
+    def halves_ms(self, residency: Residencies, buffers: int, policies: Policies) -> float:
+        """Return the least time of a step, where it has halves with work of their own; 0 elsewhere.
+
+        The first ends with the forward's last fetch. It begins with the update that the first fetch waits for, behind
+        which the others queue::
+
+            updates        first half                    second half
+            in_backward    the forward's fetches         updates, the last of which is that one; other copies
+            at_step        updates, the first of which   other copies
+                           is that one; fetches
+
+        Swapped values may leave in either. In the second half nothing else leaves, and nothing is updated, before
+        compute has made the first gradient.
+        """
+        halves = self.halves(residency)
+        if halves is None:
+            return 0.0
+        fetches, leave, update, again = self.moved(residency)
+        swapped_in, out = self.swapped(policies)
+        late = update if self.shape.update_mode == "at_step" else 0.0
+        first, second = (fetches, 0.0, late), (sum(again[buffers:]) + swapped_in, leave, update - late)
+        begins, ends, last = self.calls(policies)
+        used, made = halves
+        alone = ends[made] - begins[used]
+        firsts = [(_earned(p, first), p[1]) for p in self.prices]
+        seconds = [(_earned(p, second) + alone * max(0.0, 1 - p[0] - p[1] * (out > 0)), p[1]) for p in self.prices]
+        ms = max(a + b + min(p, q) * out for (a, p), (b, q) in itertools.product(firsts, seconds))
+        if not self.shape.clips:
+            return ms
+        # Updates come after all compute but those on the device.
+        return max(ms, max(firsts)[0] + last - begins[used] + sum(self.collect))
+
+    def _halves(self, residency: Residencies) -> tuple[int, int] | None:
+        """Return the segments that the last fetch is for, and that make the first gradient; None without halves."""
+        chunks, used = self.shape.chunks, self.first_use
+        moving = [chunk for chunk, *_ in self._updates if residency[chunk] != "persistent"]
+        is_plain = self.shape.world.size == 1 and all(chunk.updated for chunk in chunks)
+        if not moving or not is_plain or not used.keys() >= set(moving):
+            return None
+        fetched = moving.pop(0 if self.shape.update_mode == "at_step" else -1)
+        made = chunks[fetched].last_gradient
+        if not all(used[fetched] < used[each] and made < chunks[each].last_gradient for each in moving):
+            return None
+        moving.append(fetched)
+        return max(used[each] for each in moving), max(chunks[each].last_gradient for each in moving)
 
     # ---- the cycle -----------------------------------------------------------------------------------------------
 
@@ -187,6 +239,10 @@ class TimeBounds:
         if len(set(made)) < len(made):
             return []
         return sorted(updated, key=lambda i: -self.shape.chunks[i].last_gradient)
+
+
+def _earned(prices: Work, work: Work) -> float:
+    return sum(price * ms for price, ms in zip(prices, work, strict=True))
 
 
 def _first_uses(shape: StepShape) -> dict[int, int]:
