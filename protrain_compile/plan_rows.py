@@ -45,9 +45,11 @@ class Row:
     def fitting(self, room: float) -> range:
         """Return the numbers of buffers that ``room`` bytes are enough for."""
         first, last = self.counts[0], self.counts[-1]
+        if room < first * self.buffer or room < 0:
+            return range(0)
         if self.buffer and room < last * self.buffer:
             last = math.floor(room / self.buffer)
-        return range(first, last + 1) if room >= 0 else range(0)
+        return range(first, last + 1)
 
 
 class Pattern:
@@ -128,13 +130,14 @@ class PlanRows:
     def __init__(self, space: PlanSpace, bounds: TimeBounds) -> None:
         usable = [residency for residency in space.residencies if space.buffer_counts(residency)]
         self.rows = [Row(space, bounds, residency) for residency in usable]
+        self._least_ms = [(row.shared_ms(row.counts[-1], ()), row.own_updates_ms) for row in self.rows]
         found = space.policy_patterns if usable else ()
         self.patterns = [Pattern(space, bounds, policies, steps) for steps, policies in enumerate(found)]
 
     def least_ms(self, pattern: Pattern) -> float:
         """Return a bound on the time of all plans with some policies."""
         ms = pattern.calls_ms
-        return min(max(row.shared_ms(row.counts[-1], ()), ms + row.own_updates_ms) for row in self.rows)
+        return min([max(shared, ms + own) for shared, own in self._least_ms])
 
     def groups(self, pattern: Pattern, device_bytes: float, host_bytes: float) -> list[Group]:
         """Return the groups with some policies in which a plan fits."""

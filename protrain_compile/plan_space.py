@@ -111,6 +111,7 @@ class PlanSpace:
         self.standing_bytes = functools.cache(self._standing_bytes)
         self.buffer_bytes = functools.cache(self._buffer_bytes)
         self.values_of = functools.cache(self._values_of)
+        self._figures = functools.cache(self._figures_of)
         self.swapped_bytes = functools.cache(self._swapped_bytes)
         self._on_host = functools.cache(self._host_bytes)
 
@@ -180,7 +181,7 @@ class PlanSpace:
         fewest = self._fewest_buffers(residency)
         if self.given is not None and self.given.buffers is not None:
             return range(self.given.buffers, self.given.buffers + 1) if self.given.buffers >= fewest else range(0)
-        moving = sum(each.buffer > 0 for each in self._figures(residency))
+        moving = sum([each.buffer > 0 for each in self._figures(residency)])
         return range(fewest, max(fewest, moving) + 1)
 
     def _fewest_buffers(self, residency: Residencies) -> int:
@@ -215,14 +216,18 @@ class PlanSpace:
 
     def _standing_bytes(self, residency: Residencies) -> int:
         """Return the device bytes that are always taken, buffers apart."""
-        held = total(standing_bytes(dataclasses.replace(self.shape, chunks=()), Choice((), (), 0)))
-        return held + sum(each.standing for each in self._figures(residency))
+        return self._held_bytes + sum([each.standing for each in self._figures(residency)])
+
+    @functools.cached_property
+    def _held_bytes(self) -> int:
+        """Device bytes that are always taken and not for chunks."""
+        return total(standing_bytes(dataclasses.replace(self.shape, chunks=()), Choice((), (), 0)))
 
     def _buffer_bytes(self, residency: Residencies) -> int:
         """Return the bytes of one standard chunk buffer."""
-        return max((each.buffer for each in self._figures(residency)), default=0)
+        return max([each.buffer for each in self._figures(residency)], default=0)
 
-    def _figures(self, residency: Residencies) -> list[_ChunkBytes]:
+    def _figures_of(self, residency: Residencies) -> list[_ChunkBytes]:
         """Return the bytes of each chunk."""
         return [known[each] for known, each in zip(self._chunk_bytes, residency, strict=True)]
 
@@ -240,10 +245,8 @@ class PlanSpace:
 
     def _values_of(self, policies: Policies, late: tuple[bool, ...]) -> int:
         """Return the most of values and what is inside calls; ``late`` is from ``late_of``."""
-        if not late and set(SWAPS).isdisjoint(policies):
+        if not late and (self._value_peaks.swaps or set(SWAPS).isdisjoint(policies)):
             return self._value_peaks.bytes_of(policies)
-        if not late and all("forward" in each.calls for each in self.shape.segments):
-            return self._swap_peaks.bytes_of(policies)
         residency: list[Residency] = ["persistent"] * len(self.shape.chunks)
         for chunk, resident in zip(self._late, late, strict=True):
             residency[chunk] = "persistent" if resident else "offloaded"
@@ -252,11 +255,8 @@ class PlanSpace:
 
     @functools.cached_property
     def _value_peaks(self) -> ValuePeaks:
-        return ValuePeaks(self.shape, self.profile)
-
-    @functools.cached_property
-    def _swap_peaks(self) -> ValuePeaks:
-        return ValuePeaks(self.shape, self.profile, swaps=True)
+        swaps = all("forward" in each.calls for each in self.shape.segments)
+        return ValuePeaks(self.shape, self.profile, swaps=swaps)
 
     def host_bytes(self, residency: Residencies, policies: Policies) -> int:
         """Return the host bytes of a residency and policies."""
@@ -264,7 +264,7 @@ class PlanSpace:
 
     def _host_bytes(self, residency: Residencies) -> int:
         figures = self._figures(residency)
-        return sum(each.host for each in figures) + landing_bytes(self.shape, [each.landing for each in figures])
+        return sum([each.host for each in figures]) + landing_bytes(self.shape, [each.landing for each in figures])
 
     def _swapped_bytes(self, policies: Policies) -> int:
         """Return the host bytes of what policies swap."""

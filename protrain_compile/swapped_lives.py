@@ -87,6 +87,11 @@ def _together(lives: Sequence[SwappedLife]) -> tuple[SwappedLife, ...]:
 
 def _only_reader(life: Life, recomputed: Sequence[RecomputeRole | None]) -> tuple[int, Role] | None:
     """Return the one segment whose part of the backward takes a life, and its last call that does; or None."""
-    calls = ((use.segment, use.last(recomputed[use.segment])) for use in life.uses)
-    readers = [(segment, role) for segment, role in calls if role is not None]
-    return readers[0] if len(readers) == 1 else None
+    found = None
+    for use in life.uses:
+        role = use.last(recomputed[use.segment])
+        if role is not None:
+            if found is not None:
+                return None
+            found = use.segment, role
+    return found

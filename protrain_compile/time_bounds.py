@@ -78,14 +78,18 @@ class TimeBounds:
 
     def _calls(self, policies: Policies) -> tuple[list[float], list[float], float]:
         """Return when each segment's forward begins and its backward ends at the earliest, and when the last ends."""
-        *begins, now = itertools.accumulate((ms["forward"] for ms in self._ms), initial=0.0)
-        ends = [0.0] * len(begins)
-        recomputed = recomputed_segments(self.shape, policies)
-        for index in reversed(range(len(begins)) if self.shape.differentiable else range(0)):
-            ms = self._ms[index]
-            now += ms.get(recomputed[index], 0.0) + ms["backward"]
-            ends[index] = now
-        return begins, ends, now
+        *begins, now = self._begins
+        if not self.shape.differentiable:
+            return begins, [0.0] * len(begins), now
+        again = map(dict.get, self._ms, recomputed_segments(self.shape, policies), itertools.repeat(0.0))
+        backwards = [ms + costs["backward"] for ms, costs in zip(again, self._ms, strict=True)]
+        ends = list(itertools.accumulate(reversed(backwards), initial=now))
+        return begins, ends[:0:-1], ends[-1]
+
+    @functools.cached_property
+    def _begins(self) -> list[float]:
+        """When each segment's forward begins, and when the last one ends."""
+        return list(itertools.accumulate((ms["forward"] for ms in self._ms), initial=0.0))
 
     # ---- copies and updates --------------------------------------------------------------------------------------
 
@@ -242,7 +246,8 @@ class TimeBounds:
 
 
 def _earned(prices: Work, work: Work) -> float:
-    return sum(price * ms for price, ms in zip(prices, work, strict=True))
+    (a, b, c), (x, y, z) = prices, work
+    return a * x + b * y + c * z
 
 
 def _first_uses(shape: StepShape) -> dict[int, int]:
