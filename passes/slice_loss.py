@@ -41,6 +41,7 @@ import torch
 from torch import fx
 
 from passes.direct_product import direct_product, give_product
+from passes.gradient_window import gradient_window, window_parts
 from passes.linearity import dependent_nodes, first_nonlinear
 from passes.node_facts import reach
 from passes.row_slices import RowInput, SliceWriter
@@ -48,7 +49,7 @@ from passes.separate_tangents import separate_tangents, sort
 from passes.wide_region import PRODUCTS, CannotSliceError, Region, sizes
 from protrain_compile import compat
 from protrain_compile.program import Program, Template, fake_value, results_of
-from protrain_compile.row_loop import Direct, LoopOutput, RowLoop
+from protrain_compile.row_loop import LoopOutput, RowLoop
 from protrain_compile.sizes import dtype_bytes
 
 log = logging.getLogger("protrain_compile.passes")
@@ -56,13 +57,18 @@ log = logging.getLogger("protrain_compile.passes")
 aten = torch.ops.aten
 
 MAX_SLICE_BYTES = 1 << 30
-"""Of one slice's logits. Large enough that products over a slice run at full speed (2,000 tokens and 128,000 words in
-16 bits), small beside a device's memory."""
+"""Of the logits of one slice, or of a window's rows. Large enough that products over a slice run at full speed (2,000
+tokens and 128,000 words in 16 bits), small beside a device's memory."""
 
 MIN_SLICES = 8
 """Where there are tokens enough: the logits' part of the peak falls to an eighth (with fifths, 0.38 of the whole peak
 remained for 16,000 tokens and 128,000 words). Every slice reads and writes the whole gradient of the projection's
 weight, so more of them cost time: half a millisecond for 128,000 words on an H200."""
+
+WINDOWS, WINDOW_SLICES = 4, 4
+"""Where the gradient can be gathered (see ``gradient_window``): windows where there are tokens enough, and slices of
+each. A window of a quarter and the logits of a sixteenth take 5/16 of all logits, two eighths 4/16 with twice as many
+products over rows."""
 
 ROWS_STEP = 16
 """Slices begin at a multiple of this many rows, so that they are as aligned as kernels assume."""
@@ -130,10 +136,17 @@ def _depth(product: fx.Node) -> int:
     return sizes(product.args[-2])[1]  # type: ignore[arg-type]
 
 
-def slice_rows(rows: int, row_bytes: int) -> int:
-    """Return how many of ``rows`` tokens a slice has, at ``row_bytes`` of logits each."""
-    even = -(-rows // (MIN_SLICES * ROWS_STEP))
-    return min(rows, max(1, min(even, MAX_SLICE_BYTES // (row_bytes * ROWS_STEP))) * ROWS_STEP)
+def slice_rows(rows: int, row_bytes: int, *, slices: int = MIN_SLICES, at_once: int = 1) -> int:
+    """Return how many of ``rows`` tokens a slice has.
+
+    Args:
+        rows: All tokens.
+        row_bytes: Bytes of one token's logits.
+        slices: How many slices there are at least, where there are tokens enough.
+        at_once: How many of them may not be larger than ``MAX_SLICE_BYTES`` together.
+    """
+    even = -(-rows // (slices * ROWS_STEP))
+    return min(rows, max(1, min(even, MAX_SLICE_BYTES // (row_bytes * at_once * ROWS_STEP))) * ROWS_STEP)
 
 
 class _Rewrite:
@@ -144,10 +157,15 @@ class _Rewrite:
         self.region = Region.find(logits)
         self.mode = compat.fake_mode_of(self.graph)
         row_bytes = sizes(logits)[1] * dtype_bytes(fake_value(logits).dtype)
-        self.rows = slice_rows(self.region.rows, row_bytes)
         results = results_of(joint)
         self.returned = frozenset(results[:num_outputs]) - frozenset(results[num_outputs:])
-        self.writer = SliceWriter(self.region, self.rows, self.returned)
+        fine = slice_rows(self.region.rows, row_bytes, slices=WINDOWS * WINDOW_SLICES, at_once=WINDOW_SLICES)
+        self.writer = SliceWriter(self.region, fine, self.returned)
+        self.direct = direct_product(self.writer)
+        self.window = gradient_window(self.writer, WINDOW_SLICES) if self.direct is None else None
+        if self.window is None:
+            self.writer = SliceWriter(self.region, slice_rows(self.region.rows, row_bytes), self.returned)
+        self.rows = self.writer.rows
         self.tangent, self.dependent = self._tangent()
 
     def run(self) -> None:
@@ -244,28 +262,28 @@ class _Rewrite:
         outputs = tuple(LoopOutput(each.kind, each.shape, fake_value(each.source).dtype) for each in self.writer.exits)
         left = total % rows
         tail = SliceWriter(self.region, left, self.returned) if left else None
-        direct = direct_product(self.writer)
         return RowLoop(
-            self._slice_graph(self.writer, inputs, rows, direct),
-            self._slice_graph(tail, inputs, left, direct) if tail is not None else None,
+            self._slice_graph(self.writer, inputs, rows),
+            self._slice_graph(tail, inputs, left) if tail is not None else None,
             rows=rows,
             total=total,
             num_row_inputs=len(self.writer.row_inputs),
             outputs=outputs,
             wide_bytes=fake_value(self.region.logits).nbytes,
-            direct=direct,
+            direct=self.direct,
+            window=self.window,
         )
 
-    def _slice_graph(
-        self, writer: SliceWriter, inputs: list[torch.Tensor], rows: int, direct: Direct | None
-    ) -> fx.GraphModule:
+    def _slice_graph(self, writer: SliceWriter, inputs: list[torch.Tensor], rows: int) -> fx.GraphModule:
         """Return the finished graph of one slice, with fake values; sums keep the dimensions of the whole graph's."""
         graph = writer.graph
         leaving = list(writer.exits)
+        direct = self.direct
         if direct is not None:
             give_product(writer, leaving.pop(direct.output).parts[0])
             output = fake_value(self.region.logits)
-        graph.output(tuple(part for each in leaving for part in each.parts))
+        parts = tuple(part for each in leaving for part in each.parts)
+        graph.output(parts if self.window is None else window_parts(writer, self.window))
         graph.eliminate_dead_code()
         module = fx.GraphModule({}, graph)
         count = len(writer.row_inputs)

@@ -13,7 +13,8 @@ and returns, by the kind of each output,
                own type, as one fp32 accumulation a slice
 
 Whatever is as wide as a row exists for one slice only. Of a product of rows that is returned as it is (logits), each
-slice is computed straight into its place in the result, and handed to the slice's graph (``Direct``).
+slice is computed straight into its place in the result, and handed to the slice's graph (``Direct``). A wide value that
+only products use may be gathered over several slices, so that these are made less often (``Window``).
 
 An artefact with such a call is compiled in pieces: what comes before the loop, one slice, what comes after
 (``compile_around_loop``).
@@ -21,6 +22,7 @@ An artefact with such a call is compiled in pieces: what comes before the loop, 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import operator
@@ -31,7 +33,7 @@ import torch
 from torch import fx
 
 from protrain_compile import ops
-from protrain_compile.compat import is_fake, use_boxed_calls
+from protrain_compile.compat import is_fake, unset_fake_temporarily, use_boxed_calls
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 OutputKind = Literal["rows", "sum", "product"]
@@ -71,6 +73,20 @@ class Direct:
         return torch.addmm(inputs[self.bias], left, right, out=into)
 
 
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Rows of several slices of a value that the loop multiplies itself; of a slice they are its graph's last result.
+
+    Attributes:
+        rows: How many rows it has, those of some slices.
+        operands: By number, the outputs that are made of it, and the input that makes each: of a ``product`` it is
+            ``window.T @ rows of the input``, of ``rows`` it is ``window @ input``. The graph returns no part of them.
+    """
+
+    rows: int
+    operands: dict[int, int]
+
+
 class RowLoop:
     """See the module docstring.
 
@@ -83,6 +99,7 @@ class RowLoop:
         outputs: What it returns.
         wide_bytes: Bytes that the widest value would have for all rows.
         direct: The output that the loop computes itself, if there is one.
+        window: What is gathered over several slices, if anything is.
     """
 
     def __init__(
@@ -96,6 +113,7 @@ class RowLoop:
         outputs: tuple[LoopOutput, ...],
         wide_bytes: int,
         direct: Direct | None = None,
+        window: Window | None = None,
     ) -> None:
         self.__name__ = "row_loop"
         self.__qualname__ = self.__name__
@@ -108,6 +126,20 @@ class RowLoop:
         self.outputs = outputs
         self.wide_bytes = wide_bytes
         self.direct = direct
+        self.window = window
+
+    @property
+    def window_value(self) -> torch.Tensor:
+        """The fake value of a slice's rows of the window."""
+        value = _gathered(self.slice_graph)[1].meta["val"]
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    @property
+    def window_shape(self) -> tuple[int, ...]:
+        """Sizes of the window."""
+        assert self.window is not None
+        return (min(self.window.rows, self.total), *self.window_value.shape[1:])
 
     @property
     def slices(self) -> int:
@@ -120,35 +152,105 @@ class RowLoop:
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Run the loop operation by operation."""
-        tail = self.tail_graph or self.slice_graph
-        return self.run(inputs, lambda boxed: self.slice_graph(*boxed), lambda boxed: tail(*boxed))
+        return self.run(inputs, self._eager(self.slice_graph), self._eager(self.tail_graph or self.slice_graph))
+
+    def _eager(self, graph: fx.GraphModule) -> Boxed:
+        def run(boxed: list[Any]) -> Sequence[Any]:
+            into = boxed.pop() if self.window is not None else None
+            results = list(graph(*boxed))
+            if into is not None:
+                into.copy_(results.pop())
+            return results
+
+        return run
 
     def __repr__(self) -> str:
         """Return what printed graphs show."""
-        return f"row_loop[{self.slices} x {self.rows} rows]"
+        windows = f", windows of {self.window.rows}" if self.window is not None else ""
+        return f"row_loop[{self.slices} x {self.rows} rows{windows}]"
 
     def run(self, inputs: Sequence[torch.Tensor], one_slice: Boxed, last_slice: Boxed) -> list[torch.Tensor]:
-        """Run the loop; ``last_slice`` serves a slice of fewer rows than the others."""
+        """Run the loop.
+
+        Args:
+            inputs: Row inputs, then whole ones.
+            one_slice: Computes a slice; of a window it takes the slice's rows as its last input, and fills them.
+            last_slice: Does so for fewer rows.
+        """
         if is_fake(inputs[0]):
             return [inputs[0].new_empty(output.shape, dtype=output.dtype) for output in self.outputs]
-        sliced, whole = inputs[: self.num_row_inputs], inputs[self.num_row_inputs :]
-        totals: list[torch.Tensor | None] = [None] * len(self.outputs)
-        direct = self.direct
-        if direct is not None:
-            output = self.outputs[direct.output]
-            written = totals[direct.output] = inputs[0].new_empty(output.shape, dtype=output.dtype)
-        for start in range(0, self.total, self.rows):
-            stop = min(start + self.rows, self.total)
-            call = one_slice if stop - start == self.rows else last_slice
-            boxed = [*(each[start:stop] for each in sliced), *whole]
-            if direct is not None:
-                boxed.append(direct.write(written[start:stop], boxed))
-            parts = list(call(boxed))
-            parts.reverse()
-            for i, output in enumerate(self.outputs):
-                if direct is None or i != direct.output:
-                    totals[i] = _add(output, totals[i], parts, start, stop)
-        return [_finished(output, total) for output, total in zip(self.outputs, totals, strict=True)]
+        return _Run(self, inputs).results(one_slice, last_slice)
+
+
+class _Run:
+    """One run of a loop.
+
+    Attributes:
+        totals: What is known of each output.
+        window: Memory for the window.
+    """
+
+    def __init__(self, loop: RowLoop, inputs: Sequence[torch.Tensor]) -> None:
+        self.loop, self.inputs = loop, inputs
+        self.totals: list[torch.Tensor | None] = [None] * len(loop.outputs)
+        self.window: torch.Tensor | None = None
+        if loop.direct is not None:
+            self._new(loop.direct.output)
+        if loop.window is not None:
+            self.window = inputs[0].new_empty(loop.window_shape, dtype=loop.window_value.dtype)
+
+    def results(self, one_slice: Boxed, last_slice: Boxed) -> list[torch.Tensor]:
+        """Run all slices."""
+        loop = self.loop
+        for start in range(0, loop.total, loop.rows):
+            stop = min(start + loop.rows, loop.total)
+            self._slice(start, stop, one_slice if stop - start == loop.rows else last_slice)
+            if loop.window is not None and (stop % loop.window.rows == 0 or stop == loop.total):
+                self._multiply((stop - 1) // loop.window.rows * loop.window.rows, stop)
+        return [_finished(output, total) for output, total in zip(loop.outputs, self.totals, strict=True)]
+
+    def _new(self, number: int) -> torch.Tensor:
+        output = self.loop.outputs[number]
+        made = self.totals[number] = self.inputs[0].new_empty(output.shape, dtype=output.dtype)
+        return made
+
+    def _slice(self, start: int, stop: int, call: Boxed) -> None:
+        loop, count = self.loop, self.loop.num_row_inputs
+        boxed = [*(each[start:stop] for each in self.inputs[:count]), *self.inputs[count:]]
+        apart = set(loop.window.operands) if loop.window is not None else set[int]()
+        if loop.direct is not None:
+            written = self.totals[loop.direct.output]
+            assert written is not None
+            boxed.append(loop.direct.write(written[start:stop], boxed))
+            apart.add(loop.direct.output)
+        if loop.window is not None:
+            assert self.window is not None
+            first = start % loop.window.rows
+            boxed.append(self.window[first : first + stop - start])
+        parts = list(call(boxed))
+        parts.reverse()
+        for i, output in enumerate(loop.outputs):
+            if i not in apart:
+                self.totals[i] = _add(output, self.totals[i], parts, start, stop)
+
+    def _multiply(self, start: int, stop: int) -> None:
+        """Make what is made of the window, which holds the rows from ``start`` to ``stop``."""
+        assert self.loop.window is not None
+        assert self.window is not None
+        gathered = self.window[: stop - start]
+        for number, operand in self.loop.window.operands.items():
+            total, operand_value = self.totals[number], self.inputs[operand]
+            if self.loop.outputs[number].kind == "product":
+                self.totals[number] = _add_product(total, gathered.t(), operand_value[start:stop])
+            else:
+                total = self._new(number) if total is None else total
+                torch.mm(gathered, operand_value, out=total[start:stop])
+
+
+def _gathered(module: fx.GraphModule) -> tuple[list[fx.Node], fx.Node]:
+    """Return the results of a slice's graph that has rows of a window, and these."""
+    results: tuple[fx.Node, ...] = module.graph.output_node().args[0]  # type: ignore[assignment]
+    return list(results[:-1]), results[-1]
 
 
 def _add(
@@ -162,11 +264,14 @@ def _add(
         total[start:stop].copy_(part)
         return total
     if output.kind == "product":
-        right = parts.pop()
-        return torch.mm(part, right) if total is None else total.addmm_(part, right)
+        return _add_product(total, part, parts.pop())
     if total is None:
         return part.to(torch.float32 if _is_16_bit(part.dtype) else part.dtype, copy=True)
     return total.add_(part)
+
+
+def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.mm(left, right) if total is None else total.addmm_(left, right)
 
 
 def _is_16_bit(dtype: torch.dtype) -> bool:
@@ -198,13 +303,29 @@ def compile_around_loop(module: fx.GraphModule, compile_piece: Callable[[fx.Grap
     """
     (call,) = row_loops(module.graph)
     loop = loop_of(call)
-    one_slice = compile_piece(loop.slice_graph)
-    last_slice = compile_piece(loop.tail_graph) if loop.tail_graph is not None else one_slice
+    one_slice, *others = (compile_piece(each if loop.window is None else _filling(each)) for each in loop.graphs())
+    last_slice = others[0] if others else one_slice
 
     def run_loop(*inputs: torch.Tensor) -> list[torch.Tensor]:
         return loop.run(inputs, one_slice, last_slice)
 
     return use_boxed_calls(_assemble(module, call, run_loop, compile_piece)).forward
+
+
+def _filling(module: fx.GraphModule) -> fx.GraphModule:
+    """Return the graph of a slice that writes its last result into one more input, its rows of the window."""
+    with unset_fake_temporarily():
+        module = copy.deepcopy(module)
+    graph, output = module.graph, module.graph.output_node()
+    rest, made = _gathered(module)
+    with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
+        into = graph.placeholder("window")
+    into.meta["val"] = made.meta["val"].clone()
+    with graph.inserting_before(output):
+        graph.call_function(torch.ops.aten.copy_.default, (into, made))
+    output.args = (tuple(rest),)
+    module.recompile()
+    return module
 
 
 def _assemble(

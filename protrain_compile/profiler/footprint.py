@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import operator
 from collections.abc import Collection, Iterable
 
@@ -44,12 +45,15 @@ def workspace_bytes(module: fx.GraphModule, *, fused: bool, dying: Collection[fx
 
 
 def _loop_bytes(node: fx.Node, *, fused: bool) -> int:
-    """Return what a row loop allocates for one slice; 0 for any other node."""
+    """Return what a row loop allocates for one slice, and for its window; 0 for any other node."""
     if not isinstance(node.target, RowLoop):
         return 0
-    module = loop_of(node).slice_graph
+    loop = loop_of(node)
+    module = loop.slice_graph
     made = {source_of(each) for each in results_of(module)}
-    return workspace_bytes(module, fused=fused) + sum(map(value_bytes, made))
+    # Rows of the window count among what a slice makes: Inductor writes them elsewhere, but then not over the logits.
+    window = loop.window_value.dtype.itemsize * math.prod(loop.window_shape) if loop.window is not None else 0
+    return workspace_bytes(module, fused=fused) + sum(map(value_bytes, made)) + window
 
 
 def _reused(sizes: Iterable[int], free: Iterable[int]) -> int:

@@ -30,8 +30,8 @@ from torch._ops import HigherOrderOperator
 
 from passes.node_facts import is_view, op_name
 from protrain_compile.profiler.flops import is_attention, node_flops
-from protrain_compile.program import fake_value
-from protrain_compile.row_loop import RowLoop, loop_of
+from protrain_compile.program import fake_value, results_of
+from protrain_compile.row_loop import RowLoop, Window, loop_of
 from protrain_compile.sizes import hint
 
 REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "prod", "any", "all", "argmax"})
@@ -137,6 +137,9 @@ def _with_slices(kernel: Kernel, loop: RowLoop, *, fused: bool) -> Kernel:
         if loop.direct is not None and loop.direct.output == i:
             parts.append(_direct(kernel, loop))
             continue
+        if loop.window is not None and i in loop.window.operands:
+            parts.append(_of_window(kernel, loop, loop.window, i))
+            continue
         part = next(results)
         if output.kind == "product":
             parts.append(_product(kernel, part, next(results), output.size_bytes))
@@ -152,6 +155,20 @@ def _product(kernel: Kernel, left: fx.Node, right: fx.Node, size_bytes: int) -> 
     (node,) = kernel.nodes
     reads = {left: value_bytes(left), right: value_bytes(right), node: size_bytes}
     return Kernel((node,), flops, fake_value(left).dtype, False, reads, {node: size_bytes})
+
+
+def _of_window(kernel: Kernel, loop: RowLoop, window: Window, number: int) -> Kernel:
+    """Return a slice's share of a product that a row loop makes once for every window."""
+    placeholders = list(loop.slice_graph.graph.find_nodes(op="placeholder"))
+    left, right, output = results_of(loop.slice_graph)[-1], placeholders[window.operands[number]], loop.outputs[number]
+    flops = 2 * hint(fake_value(left).numel()) * hint(fake_value(right).shape[1])
+    (node,) = kernel.nodes
+    reads = {left: value_bytes(left), right: value_bytes(right)}
+    if output.kind == "rows":
+        written = output.size_bytes * loop.rows // loop.total
+    else:
+        written = reads[node] = output.size_bytes * loop.rows // window.rows
+    return Kernel((node,), flops, fake_value(left).dtype, False, reads, {node: written})
 
 
 def _direct(kernel: Kernel, loop: RowLoop) -> Kernel:

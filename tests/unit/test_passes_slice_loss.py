@@ -17,6 +17,7 @@ from passes.slice_loss import MAX_SLICE_BYTES, slice_rows
 from protrain_compile import Plan, PlanError
 from protrain_compile.plan import Loss
 from protrain_compile.planner import SLICED_LOGITS_BYTES, choose_loss
+from protrain_compile.profiler.footprint import workspace_bytes
 from protrain_compile.profiler.kernels import kernels_of, source_of
 from protrain_compile.program import Program, fake_value, results_of
 from protrain_compile.row_loop import RowLoop, loop_of, row_loops
@@ -152,6 +153,46 @@ def test_a_slice_of_returned_logits_is_computed_into_its_place(words: int, direc
     products = [node for node in loop.slice_graph.graph.nodes if node.target is torch.ops.aten.mm.default]
     assert len(products) == (1 if direct else 2)
     assert loop_in(program_of(mean, torch.bfloat16, words)).direct is None
+
+
+@pytest.mark.parametrize(
+    ("ending", "words", "gathered"),
+    [(mean, 80, True), (mean, 84, False), (with_logits, 80, False), (with_logits, 84, False)],
+)
+def test_gradients_of_several_slices_are_multiplied_at_once(
+    ending: Callable[..., Any], words: int, gathered: bool
+) -> None:
+    """But not where rows are no multiple of 16 bytes, nor beside logits that are whole already."""
+    program = program_of(ending, torch.bfloat16, words)
+    loop = loop_in(program)
+    assert (loop.window is not None) == gathered
+    if loop.window is None:
+        return
+    assert loop.window.rows == 4 * loop.rows
+    assert sorted(loop.outputs[each].kind for each in loop.window.operands) == ["product", "rows"]
+    (counted,) = (each for each in kernels_of(_sliced_joint(program), fused=True) if each.parts)
+    assert counted.repeats * sum(each.flops for each in counted.parts) == 3 * 2 * ROWS * LENGTH * WIDTH * words
+
+
+def test_a_window_and_a_slice_are_what_a_loop_takes() -> None:
+    """Of 1024 tokens: the gradient of 256, and the logits of 64; both in fp32 here."""
+    x, labels = torch.randn(4, 256, WIDTH), torch.randint(WORDS, (4, 256))
+    program = capture(Speaker(mean), x, labels)
+    structure_pipeline(inductor=False, inductor_draws=False).run(program)
+    loop = loop_in(program)
+    assert loop.window is not None
+    assert (loop.rows, loop.window.rows) == (64, 256)
+    (call,) = row_loops(_sliced_joint(program).graph)
+    module = fx.GraphModule({}, fx.Graph())
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in call.all_input_nodes:
+        copies[node] = module.graph.placeholder(node.name)
+    made = module.graph.node_copy(call, lambda each: copies[each])
+    module.graph.output((made,))
+    for node, copied in copies.items():
+        copied.meta = dict(node.meta)
+    taken = workspace_bytes(module, fused=True)
+    assert 0 <= taken - (256 + 64) * WORDS * 4 <= 64 * WIDTH * 4
 
 
 @pytest.mark.parametrize("loss", ["whole", "sliced"])

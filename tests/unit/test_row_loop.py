@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from protrain_compile.compat import use_boxed_calls
-from protrain_compile.row_loop import LoopOutput, RowLoop, compile_around_loop, row_loops
+from protrain_compile.row_loop import LoopOutput, RowLoop, Window, compile_around_loop, row_loops
 
 aten = torch.ops.aten
 
@@ -65,6 +65,57 @@ def test_inputs_are_left_alone() -> None:
 def test_slices_and_name() -> None:
     assert loop(10, 4).slices == 3
     assert repr(loop(10, 4)) == "row_loop[3 x 4 rows]"
+
+
+def windowed(total: int, rows: int, window: int) -> RowLoop:
+    """(x rows, w) -> the sum of y = x @ w over rows, y.T @ x, and y @ w.T, whose y is gathered over some slices."""
+
+    def one_slice(count: int) -> fx.GraphModule:
+        graph = fx.Graph()
+        x, w, turned = (graph.placeholder(name) for name in ("x", "w", "turned"))
+        y = graph.call_function(aten.mm.default, (x, w))
+        summed = graph.call_function(aten.sum.dim_IntList, (y, [0]))
+        graph.output((summed, y))
+        y.meta["val"] = torch.empty(count, 3)
+        for node, sizes in ((x, (count, 4)), (w, (4, 3)), (turned, (3, 4)), (summed, (3,))):
+            node.meta["val"] = torch.empty(sizes)
+        return fx.GraphModule({}, graph)
+
+    kinds: tuple[tuple[Any, tuple[int, ...]], ...] = (("product", (3, 4)), ("sum", (3,)), ("rows", (total, 4)))
+    return RowLoop(
+        one_slice(rows),
+        one_slice(total % rows) if total % rows else None,
+        rows=rows,
+        total=total,
+        num_row_inputs=1,
+        outputs=tuple(LoopOutput(kind, shape, torch.float32) for kind, shape in kinds),
+        wide_bytes=total * 3 * 4,
+        window=Window(window, {0: 0, 2: 2}),
+    )
+
+
+@pytest.mark.parametrize(("total", "rows", "window"), [(16, 2, 8), (16, 4, 4), (15, 2, 8), (17, 4, 8), (3, 4, 16)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_products_with_what_is_gathered(total: int, rows: int, window: int, compiled: bool) -> None:
+    x, w = torch.randn(total, 4), torch.randn(4, 3)
+    loop = windowed(total, rows, window)
+    y = x @ w
+    if compiled:
+        graph = fx.Graph()
+        given = [graph.placeholder(name) for name in ("x", "w", "turned")]
+        made = graph.call_function(loop, tuple(given))
+        graph.output(tuple(graph.call_function(operator.getitem, (made, i)) for i in range(3)))
+        run = compile_around_loop(fx.GraphModule({}, graph), lambda piece: use_boxed_calls(piece).forward)
+        found = run([x, w, w.t()])
+    else:
+        found = loop(x, w, w.t())
+    torch.testing.assert_close(tuple(found), (y.T @ x, y.sum(0), y @ w.T))
+
+
+def test_windows_are_in_the_name() -> None:
+    """What was measured is kept by it."""
+    assert repr(windowed(16, 2, 8)) == "row_loop[8 x 2 rows, windows of 8]"
+    assert windowed(3, 4, 16).window_shape == (3, 3)
 
 
 def whole_graph() -> fx.GraphModule:
