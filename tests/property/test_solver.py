@@ -317,14 +317,18 @@ def test_mixes_of_neighbours_are_enough(seed: int) -> None:
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_few_plans_are_simulated(clips: bool) -> None:
-    """What keeps the search fast, without looking at a clock: of some 150,000 plans it simulates few."""
-    finer = Finer("recompute_products", 5, 7.0), Finer("recompute_pointwise", 28, 0.8)
-    stack = Stack(blocks=48, clips=clips, forward_ms=10.0, backward_ms=20.0, finer=finer)
+@pytest.mark.parametrize(("forward_ms", "most"), [(10.0, 20), (0.5, 50)])
+def test_few_plans_are_simulated(clips: bool, forward_ms: float, most: int) -> None:
+    """What keeps the search fast, without looking at a clock: of some 150,000 plans it simulates few.
+
+    Where copies and updates bind, many plans take the same time, whatever their policies.
+    """
+    finer = Finer("recompute_products", 5, 0.7 * forward_ms), Finer("recompute_pointwise", 28, 0.08 * forward_ms)
+    stack = Stack(blocks=48, clips=clips, forward_ms=forward_ms, backward_ms=2 * forward_ms, finer=finer)
     assert len(PlanSpace(stack.shape(), stack.profile()).policy_patterns) == 3 * 48 + 1
     shape, profile = stack.shape(), stack.profile(both=42.0, beside=20.0, beside_copies=4.0)
     for cap in (3_000, 6_000, 12_000):
-        assert search(shape, profile, device_bytes=cap * MB, host_bytes=None).simulated <= 40
+        assert search(shape, profile, device_bytes=cap * MB, host_bytes=None).simulated <= most
 
 
 @pytest.mark.parametrize("seed", range(6))
