@@ -17,6 +17,7 @@ from protrain_compile import Plan
 from protrain_compile.errors import BudgetError
 from protrain_compile.profile import HardwareProfile
 from protrain_compile.profiler.estimate import estimate_profile
+from protrain_compile.row_loop import loop_of, row_loops
 from protrain_compile.shape_reader import step_shape
 from protrain_compile.solver import search
 
@@ -262,10 +263,15 @@ def test_prepared_model(residency: str) -> None:
         torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_with_inductor() -> None:
-    model = Speaker(smoothed, bias=True)
-    inputs = batch(3, 24)
-    function, _ = sliced(model, inputs, compile="inductor")
+@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "one by one"])
+def test_with_inductor(gathered: bool) -> None:
+    """Seven slices and a rest; the gradient of several is multiplied at once where no bias needs it, too."""
+    model = Speaker(smoothed, bias=not gathered)
+    inputs = batch(5, 23)
+    function, schedule = sliced(model, inputs, compile="inductor")
+    (sliced_loss,) = schedule.parts[0].graph.program.sliced.values()
+    (call,) = row_loops(schedule.parts[0].graph.program.templates[sliced_loss].joint.graph)
+    assert (loop_of(call).window is not None) == gathered
     torch.testing.assert_close(run(model, function, inputs, 0.3), run(model, model, inputs, 0.3), rtol=1e-4, atol=1e-6)
 
 
