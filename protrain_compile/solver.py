@@ -10,11 +10,11 @@ dearer only for what survives::
              simulate (timeline)             the exact time
 
 Times within ``SAME_SHARE`` of each other count as equal: the plan with less memory wins, which keeps room for what no
-model knows. Up to ``SURE`` simulations the result is the best of the whole space in this order, which a test compares
-with brute force. Beyond, for deep models that copies and updates bound, assumptions save most of the work, and a test
-measures the regret: more buffers are not slower, so a group is judged by its plan with the most (where that is as fast
-as the best, by the one with the most that takes less), and the fewest that are as fast are found by halving; and what
-was simulated lets expect something of others (``expectations``).
+model knows. Up to ``SURE`` simulations, more of shallow models, the result is the best of the whole space in this
+order, which a test compares with brute force. Beyond, for deep models that copies and updates bound, assumptions save
+most of the work, and a test measures the regret: more buffers are not slower, so a group is judged by its plan with the
+most (where that is as fast as the best, by the one with the most that takes less), and the fewest that are as fast are
+found by halving; and what was simulated lets expect something of others (``expectations``).
 
 With ranks each level of sharding is searched by itself, the one that communicates least first; another takes its place
 where it is faster by more than ``STAY_SHARE``, or alone fits. Then mixes of two levels, in which only what is faster by
@@ -56,6 +56,9 @@ by more than this."""
 SURE = 12
 """Plans that are simulated, or ruled out just before, until assumptions count. At 96 blocks, bounds alone would leave a
 thousand."""
+
+SURE_SEGMENTS = 400
+"""Segments in these plans, if more: a shallow model takes as much time for more plans, and some need sixty."""
 
 Key = tuple[int, int]
 """What is minimised: the time's cell (see ``time_cell``), then the peak in bytes."""
@@ -190,6 +193,7 @@ class Search:
         self._order = itertools.count()
         self._waiting: list[tuple[Key, int, Pattern | Group, int]] = []
         self._expected = Expectations()
+        self._sure = max(SURE, SURE_SEGMENTS // len(space.shape.segments))
         self._best: Key = NONE_YET
 
     @property
@@ -235,7 +239,7 @@ class Search:
     @property
     def _judges(self) -> bool:
         """Whether assumptions count."""
-        return self._best != NONE_YET and self.simulated + len(self._ruled_out) >= SURE
+        return self._best != NONE_YET and self.simulated + len(self._ruled_out) >= self._sure
 
     def _resident(self) -> Choice | None:
         """Return the choice that moves and recomputes nothing, where it fits and the user did not decide otherwise."""

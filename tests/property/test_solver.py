@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.made_shapes import MB, Finer, Stack, prefix, random_hardware, random_stack
 
@@ -83,6 +83,7 @@ def search_within(shape: StepShape, profile: Profile, device: int, host: int, *,
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
+@example(6000936)  # needs 45 of 98 plans
 @given(seeds)
 def test_equals_brute_force(seed: int) -> None:
     shape, profile, draw = draw_case(seed)
