@@ -32,14 +32,15 @@ def budget_error(
             "host_memory_budget",
         )
     assert device_bytes is not None
-    peak, _, group = min(in_host or needs, key=lambda each: each[0])
+    peak, on_host, group = min(in_host or needs, key=lambda each: each[:2])
     prediction = simulate(space.shape, space.profile, space.plan(group.choice(group.counts[0])))
     largest = sorted(prediction.device_bytes.items(), key=lambda each: -each[1])[:2]
     parts = " and ".join(f"{kind} ({format_size(size)})" for kind, size in largest)
+    too = "" if in_host else f". It takes {format_needed(on_host)} on the host, too: raise host_memory_budget to that"
     return BudgetError(
         f"memory_budget: {format_size(device_bytes)} is too small to train {name} at this batch; the smallest that "
         f"works is {format_needed(peak)}, mostly {parts}, at its peak in the {prediction.peak_at}: "
-        f"{_advice(largest[0][0], prepared=bool(space.shape.chunks))}",
+        f"{_advice(largest[0][0], prepared=bool(space.shape.chunks))}{too}",
         peak,
     )
 

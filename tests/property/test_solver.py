@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.made_shapes import MB, Finer, Stack, prefix, random_hardware, random_stack
 
 from protrain_compile import Plan
+from protrain_compile.byte_text import format_needed
 from protrain_compile.cost_model import rates_of, simulate
 from protrain_compile.errors import BudgetError
 from protrain_compile.links import Links
@@ -148,6 +149,20 @@ def test_the_smallest_budget_is_exact(seed: int) -> None:
     with pytest.raises(BudgetError, match="smallest that works") as caught:
         search(shape, profile, device_bytes=needed - 1, host_bytes=None)
     assert caught.value.needed_bytes == needed
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(seeds)
+def test_both_budgets_are_named_where_both_are_too_small(seed: int) -> None:
+    shape, profile, _ = draw_case(seed)
+    plans = everything(shape, profile)
+    needed = min((key[1], host) for key, _, host, _ in plans)
+    least = min(host for _, _, host, _ in plans)
+    with pytest.raises(BudgetError, match=r"memory_budget: .*; the smallest that works is") as caught:
+        search(shape, profile, device_bytes=needed[0] - 1, host_bytes=least - 1)
+    assert caught.value.needed_bytes == needed[0]
+    assert f"It takes {format_needed(needed[1])} on the host, too: raise host_memory_budget" in str(caught.value)
+    search(shape, profile, device_bytes=needed[0], host_bytes=needed[1])
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
