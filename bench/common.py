@@ -208,11 +208,13 @@ class Result:
     rows: tuple[tuple[Any, ...], ...]
     notes: tuple[str, ...] = ()
 
-    def show(self) -> None:
-        """Print the table and the notes."""
+    def show(self, output: str | None = None) -> None:
+        """Print the table and the notes; write them to a markdown file, too, where one is named."""
         print(table(self.header, self.rows))
         for note in self.notes:
             print(note)
+        if output:
+            self.write(output)
 
     def write(self, path: str | Path) -> None:
         """Write markdown: the table, how it was made, and the notes."""

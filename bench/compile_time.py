@@ -197,9 +197,7 @@ def main() -> None:
         print(json.dumps(dataclasses.asdict(measured)))
         return
     found = result(depths, settings)
-    found.show()
-    if arguments.output:
-        found.write(arguments.output)
+    found.show(arguments.output)
 
 
 if __name__ == "__main__":

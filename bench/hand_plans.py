@@ -129,9 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = tuple(describe(each, results.found[0]) for each in results.found)
     note = f"{given.configuration} (model, batch, cap in GiB); residency and buffers as searched, in all"
     result = common.Result("Plans by hand", "bench.hand_plans", common.default_device(), HEADER, rows, (note,))
-    result.show()
-    if given.output:
-        result.write(given.output)
+    result.show(given.output)
     return 0
 
 

@@ -158,9 +158,7 @@ def main() -> int:
     )
     rows = tuple(describe(arm, each) for arm, each in found.items())
     result = common.Result("Host memory", "bench.host_memory", given.device, HEADER, rows, notes)
-    result.show()
-    if given.output:
-        result.write(given.output)
+    result.show(given.output)
     return int(any(found[arm]["resident"] > limit * found[arm]["parameters"] for arm, limit in LIMITS.items()))
 
 

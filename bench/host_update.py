@@ -300,9 +300,7 @@ def main() -> int:
         return 1
     found = run(arguments, updater)
     updater.close()
-    found.show()
-    if arguments.output:
-        found.write(arguments.output)
+    found.show(arguments.output)
     return 0
 
 

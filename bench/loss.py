@@ -104,9 +104,7 @@ def main() -> None:
     parser.add_argument("--output", help="write the table to this file")
     arguments = parser.parse_args()
     result = run(arguments.device, tiny=arguments.tiny, steps=arguments.steps)
-    result.show()
-    if arguments.output:
-        result.write(arguments.output)
+    result.show(arguments.output)
 
 
 if __name__ == "__main__":

@@ -109,9 +109,7 @@ def main() -> None:
     parser.add_argument("--output", help="markdown file to write")
     arguments = parser.parse_args()
     found = result(arguments.device, arguments.rounds)
-    found.show()
-    if arguments.output:
-        found.write(arguments.output)
+    found.show(arguments.output)
 
 
 if __name__ == "__main__":

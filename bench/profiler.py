@@ -97,9 +97,7 @@ def main() -> int:
     parser.add_argument("--output", help="markdown file to write")
     arguments = parser.parse_args()
     found = run(arguments)
-    found.show()
-    if arguments.output:
-        found.write(arguments.output)
+    found.show(arguments.output)
     return 0
 
 

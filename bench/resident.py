@@ -90,9 +90,7 @@ def main() -> int:
     parser.add_argument("--output", help="markdown file to write")
     arguments = parser.parse_args()
     found = run(Configuration.parse(arguments.configuration, arguments.steps), arguments.rounds)
-    found.show()
-    if arguments.output:
-        found.write(arguments.output)
+    found.show(arguments.output)
     return 0
 
 

@@ -99,9 +99,7 @@ def main() -> None:
     parser.add_argument("--output", help="write the table to this file")
     arguments = parser.parse_args()
     result = run([int(each) for each in arguments.depths.split(",")], arguments.repeats)
-    result.show()
-    if arguments.output:
-        result.write(arguments.output)
+    result.show(arguments.output)
 
 
 if __name__ == "__main__":

@@ -143,9 +143,7 @@ def main() -> None:
         tuple(rows),
         tuple(f"{name}: {shape.describe()}" for name, shape in shapes.items()),
     )
-    found.show()
-    if arguments.output:
-        found.write(arguments.output)
+    found.show(arguments.output)
 
 
 if __name__ == "__main__":
