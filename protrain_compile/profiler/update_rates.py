@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from protrain_compile.updates.formats import ChunkStates, StateFormat
 from protrain_compile.updates.host import HostUpdater
 from protrain_compile.updates.threads import update_threads
 
+log = logging.getLogger("protrain_compile.profiler")
+
 FORMATS: tuple[Format, ...] = get_args(Format)
 GRADIENTS = {"split": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 """The type in which a format's gradients cross the link."""
@@ -26,6 +29,13 @@ WARM_UPS = 3
 """Rounds that do not count: threads that slept are slower at first, on a virtual machine by a third."""
 
 ROUNDS = 7
+
+BUSY = 1.5
+"""How many times as long as the second fastest round the second slowest takes where others load the host; alone, rounds
+differ by up to a third on a virtual machine."""
+
+TOLD_MS = 1.0
+"""Shorter rounds, of small arrays, differ by themselves."""
 
 Arrays = tuple[ChunkStates, torch.Tensor]
 
@@ -77,7 +87,16 @@ def host_gparams_per_s(updater: HostUpdater, arrays: Arrays) -> float:
         start = time.perf_counter()
         updater.update(states, gradient, segments)
         seconds.append(time.perf_counter() - start)
-    return states.param.numel() / statistics.median(seconds[WARM_UPS:]) / 1e9
+    counted = sorted(seconds[WARM_UPS:])
+    fast_ms, slow_ms = counted[1] * 1e3, counted[-2] * 1e3
+    if fast_ms > TOLD_MS and slow_ms > BUSY * fast_ms:
+        log.warning(
+            "updates on the host took between %.1f and %.1f ms: other work loads it, and plans from such rates may be "
+            "poor; measure again when it is over (protrain profile --hardware-only --refresh)",
+            fast_ms,
+            slow_ms,
+        )
+    return states.param.numel() / statistics.median(counted) / 1e9
 
 
 def device_gparams_per_s(format: Format, parameters: int, meter: Meter) -> float:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,15 @@ from protrain_compile.profiler.hardware import (
     measure_updates,
 )
 from protrain_compile.profiler.link import UPDATES, CpuLink, Rates, measure_beside, measure_link, repeated
-from protrain_compile.profiler.update_rates import FORMATS, host_arrays, segments_of, thread_counts
+from protrain_compile.profiler.update_rates import (
+    FORMATS,
+    ROUNDS,
+    WARM_UPS,
+    host_arrays,
+    host_gparams_per_s,
+    segments_of,
+    thread_counts,
+)
 from protrain_compile.runtime.device_budget import DeviceMemoryError
 from protrain_compile.runtime.host_memory import HostMemory
 
@@ -115,6 +124,29 @@ def test_host_arrays_are_what_an_update_takes(format: str) -> None:
     (segment,) = segments_of(states)
     assert (segment.begin, segment.end) == (0, 64)
     memory.close()
+
+
+class Slept:
+    """An updater whose rounds take as long as it is told."""
+
+    def __init__(self, ms: list[float]) -> None:
+        self.ms = ms
+
+    def update(self, *given: object) -> None:
+        time.sleep(self.ms.pop(0) / 1e3)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_host_that_others_load_is_told(busy: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """One round that takes longer is none."""
+    rounds = [200.0 if i in ((0, 3, 5) if busy else (3,)) else 50.0 for i in range(ROUNDS)]
+    memory = HostMemory()
+    arrays = host_arrays("split", 1000, memory)
+    with caplog.at_level(logging.WARNING, "protrain_compile.profiler"):
+        rate = host_gparams_per_s(Slept([1.0] * WARM_UPS + rounds), arrays)  # type: ignore[arg-type]
+    memory.close()
+    assert rate < 1000 / 0.05 / 1e9
+    assert ("other work loads it" in caplog.text) == busy
 
 
 def test_a_control_group_bounds_host_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
