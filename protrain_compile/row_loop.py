@@ -320,7 +320,8 @@ def _filling(module: fx.GraphModule) -> fx.GraphModule:
     rest, made = _gathered(module)
     with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
         into = graph.placeholder("window")
-    into.meta["val"] = made.meta["val"].clone()
+    # Its rows follow one another, however the graph lays out what it makes (for a transposed mask, column by column).
+    into.meta["val"] = torch.empty_like(made.meta["val"], memory_format=torch.contiguous_format)
     with graph.inserting_before(output):
         graph.call_function(torch.ops.aten.copy_.default, (into, made))
     output.args = (tuple(rest),)

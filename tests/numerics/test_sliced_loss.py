@@ -275,6 +275,20 @@ def test_with_inductor(gathered: bool) -> None:
     torch.testing.assert_close(run(model, function, inputs, 0.3), run(model, model, inputs, 0.3), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["eager", "inductor"])
+def test_gradient_laid_out_by_words(mode: str) -> None:
+    """As of logits times a transposed weight for every token and word: the rows of a window are contiguous even so."""
+    weights = torch.rand(WORDS, 96).t()
+    model = Speaker(lambda logits, labels: (weights * logits.flatten(0, 1)).logsumexp(-1).square().mean())
+    inputs = batch()
+    function, schedule = sliced(model, inputs, compile=mode)
+    (sliced_loss,) = schedule.parts[0].graph.program.sliced.values()
+    (call,) = row_loops(schedule.parts[0].graph.program.templates[sliced_loss].joint.graph)
+    assert loop_of(call).window is not None
+    assert not loop_of(call).window_value.is_contiguous()
+    torch.testing.assert_close(run(model, function, inputs, 0.3), run(model, model, inputs, 0.3), rtol=1e-4, atol=1e-6)
+
+
 def test_model_of_transformers() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
