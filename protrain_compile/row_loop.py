@@ -52,6 +52,11 @@ class LoopOutput:
         """Its bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def summing_bytes(self) -> int:
+        """Bytes beyond ``size_bytes`` until the last slice is added: sums of 16-bit numbers are kept in fp32."""
+        return self.size_bytes if self.kind == "sum" and _is_16_bit(self.dtype) else 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Direct:

@@ -45,7 +45,7 @@ def workspace_bytes(module: fx.GraphModule, *, fused: bool, dying: Collection[fx
 
 
 def _loop_bytes(node: fx.Node, *, fused: bool) -> int:
-    """Return what a row loop allocates for one slice, and for its window; 0 for any other node."""
+    """Return what a row loop allocates for one slice, its window, and its sums; 0 for any other node."""
     if not isinstance(node.target, RowLoop):
         return 0
     loop = loop_of(node)
@@ -53,7 +53,8 @@ def _loop_bytes(node: fx.Node, *, fused: bool) -> int:
     made = {source_of(each) for each in results_of(module)}
     # Rows of the window count among what a slice makes: Inductor writes them elsewhere, but then not over the logits.
     window = loop.window_value.dtype.itemsize * math.prod(loop.window_shape) if loop.window is not None else 0
-    return workspace_bytes(module, fused=fused) + sum(map(value_bytes, made)) + window
+    sums = sum(output.summing_bytes for output in loop.outputs)
+    return workspace_bytes(module, fused=fused) + sum(map(value_bytes, made)) + window + sums
 
 
 def _reused(sizes: Iterable[int], free: Iterable[int]) -> int:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from support.capture import Graph
+from support.counting import CountingMeter
 
 from passes.node_facts import op_name
 from protrain_compile.profiler.footprint import node_changes, workspace_bytes
+from protrain_compile.row_loop import LoopOutput, RowLoop
 
 aten = torch.ops.aten
 SIZE = 16 * 4
@@ -61,3 +64,22 @@ def test_an_input_that_dies_makes_room() -> None:
     module = g.module(first, g.call(aten.mm.default, w, w))
     assert workspace_bytes(module, fused=True) == 0
     assert workspace_bytes(module, fused=True, dying=(x,)) == -SIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_a_row_loop(dtype: torch.dtype) -> None:
+    """Of 16-bit numbers they are kept in 32 bits until all slices are added."""
+    one = Graph()
+    summed = one.call(aten.sum.dim_IntList, one.input("x", 4, 64, dtype=dtype), [0])
+    output = LoopOutput("sum", (64,), dtype)
+    loop = RowLoop(one.module(summed), None, rows=4, total=8, num_row_inputs=1, outputs=(output,), wide_bytes=0)
+    whole = Graph()
+    x = whole.input("x", 8, 64, dtype=dtype)
+    call = whole.graph.call_function(loop, (x,))
+    call.meta["val"] = (torch.empty(64, dtype=dtype, device="meta"),)
+    ((_, _, inside),) = node_changes(whole.module(call))
+    meter = CountingMeter()
+    with meter:
+        given = torch.ones(8, 64, dtype=dtype)
+        _, taken = meter.peak_bytes(lambda: loop(given))
+    assert inside == taken
