@@ -162,7 +162,8 @@ class _Rewrite:
         fine = slice_rows(self.region.rows, row_bytes, slices=WINDOWS * WINDOW_SLICES, at_once=WINDOW_SLICES)
         self.writer = SliceWriter(self.region, fine, self.returned)
         self.direct = direct_product(self.writer)
-        self.window = gradient_window(self.writer, WINDOW_SLICES) if self.direct is None else None
+        at_once = min(WINDOW_SLICES, -(-self.region.rows // (WINDOWS * fine)))  # fewer of few tokens
+        self.window = gradient_window(self.writer, at_once) if self.direct is None else None
         if self.window is None:
             self.writer = SliceWriter(self.region, slice_rows(self.region.rows, row_bytes), self.returned)
         self.rows = self.writer.rows
