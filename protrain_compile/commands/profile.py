@@ -17,6 +17,7 @@ from protrain_compile.packing import Preparation
 from protrain_compile.profile import HardwareProfile, Profile
 from protrain_compile.profiler.estimate import estimate_profile
 from protrain_compile.profiler.measure import profile_hardware, profile_program
+from protrain_compile.profiler.update_rates import FORMATS
 from protrain_compile.program import Program
 from protrain_compile.report.profile_table import render_hardware, render_profile
 from protrain_compile.runtime.host_budget import HostBudget
@@ -91,7 +92,8 @@ def _profile(parsed: argparse.Namespace) -> tuple[Program, Profile]:
     program = trace_model(model, inputs, preparation, where).program
     if hardware is not None:
         return program, estimate_profile(program, hardware, parsed.compile)
-    return program, profile_program(program, ArtefactSet(parsed.compile), nodes=True, refresh=parsed.refresh)
+    artefacts = ArtefactSet(parsed.compile)
+    return program, profile_program(program, artefacts, formats=FORMATS, nodes=True, refresh=parsed.refresh)
 
 
 def _load(name: str) -> HardwareProfile:

@@ -195,6 +195,12 @@ def test_formats_that_are_new_are_measured_and_kept(monkeypatch: pytest.MonkeyPa
     assert asked == [("fp32",)]
 
 
+def test_what_was_measured_in_another_way_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = hardware_key(CPU)
+    monkeypatch.setattr(cache, "_method", lambda: "another")
+    assert hardware_key(CPU) != before
+
+
 def test_ranks_that_share_a_host_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each updates with fewer threads than one rank alone, whose rates would be far too good for it."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
