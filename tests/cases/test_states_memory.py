@@ -286,12 +286,18 @@ def test_process_ends(ending: str, code: int, says: str) -> None:
 def test_interrupt_leaves_parameters_that_can_be_saved(tmp_path: Path) -> None:
     script = textwrap.dedent(ENDS) + textwrap.dedent(
         f"""
-        timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
+        caught = threading.Event()
+
+        def interrupt():  # again where Python ignored it, as it does in callbacks of the garbage collector
+            while not caught.wait(0.5):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
         try:
             while True:
                 trainee.step(0)
         except KeyboardInterrupt:
+            caught.set()
             torch.save([trainee.model.state_dict(), trainee.optimizer.state_dict()], {str(tmp_path / "saved")!r})
         """
     )
