@@ -14,6 +14,7 @@ from passes.row_slices import SliceWriter
 from passes.wide_region import PRODUCTS, sizes
 from protrain_compile.program import fake_value
 from protrain_compile.row_loop import Direct
+from protrain_compile.sizes import dtype_bytes
 
 ALIGNMENT_BYTES = 16
 """Of rows, for products at full speed."""
@@ -22,15 +23,21 @@ ALIGNMENT_BYTES = 16
 def direct_product(writer: SliceWriter) -> Direct | None:
     """Return how the loop computes returned logits itself; None if it cannot, or there are none."""
     placeholders = list(writer.graph.find_nodes(op="placeholder"))
-    logits = writer.region.logits
-    row_bytes = math.prod(sizes(logits)[1:]) * fake_value(logits).dtype.itemsize
+    if not has_aligned_rows(writer.region.logits):
+        return None
     for number, leaving in enumerate(writer.exits):
         part = leaving.parts[0]
         is_made = leaving.kind == "rows" and leaving.source in writer.returned and part.target in PRODUCTS
-        if is_made and not row_bytes % ALIGNMENT_BYTES and not part.kwargs and set(part.args) <= set(placeholders):
+        if is_made and not part.kwargs and set(part.args) <= set(placeholders):
             *bias, left, right = (placeholders.index(each) for each in part.args)
             return Direct(number, left, right, *bias)
     return None
+
+
+def has_aligned_rows(logits: fx.Node) -> bool:
+    """Whether products with ``logits`` run at full speed as they are; else Inductor pads them."""
+    row_bytes = math.prod(sizes(logits)[1:]) * dtype_bytes(fake_value(logits).dtype)
+    return row_bytes % ALIGNMENT_BYTES == 0
 
 
 def give_product(writer: SliceWriter, part: fx.Node) -> None:

@@ -12,23 +12,18 @@ That is done where the gradient serves products alone, and rows are aligned: oth
 
 from __future__ import annotations
 
-import math
-
 from torch import fx
 
-from passes.direct_product import ALIGNMENT_BYTES
+from passes.direct_product import has_aligned_rows
 from passes.row_slices import Exit, SliceWriter
-from passes.wide_region import PRODUCTS, aten, sizes
-from protrain_compile.program import fake_value
+from passes.wide_region import PRODUCTS, aten
 from protrain_compile.row_loop import Window
 
 
 def gradient_window(writer: SliceWriter, slices: int) -> Window | None:
     """Return the window of ``slices`` slices on a gradient; None if there is none that serves products alone."""
-    logits = writer.region.logits
-    row_bytes = math.prod(sizes(logits)[1:]) * fake_value(logits).dtype.itemsize
     gradient = next((found for each in writer.exits if (found := _gradient_of(each)) is not None), None)
-    if gradient is None or row_bytes % ALIGNMENT_BYTES:
+    if gradient is None or not has_aligned_rows(writer.region.logits):
         return None
     placeholders = list(writer.graph.find_nodes(op="placeholder"))
     fitting = {"product": writer.row_inputs.values(), "rows": writer.whole_inputs.values(), "sum": ()}

@@ -272,6 +272,7 @@ def test_with_inductor(gathered: bool) -> None:
     (sliced_loss,) = schedule.parts[0].graph.program.sliced.values()
     (call,) = row_loops(schedule.parts[0].graph.program.templates[sliced_loss].joint.graph)
     assert (loop_of(call).window is not None) == gathered
+    # Inductor adds in another order, label smoothing over all words; the bound that this test had before.
     torch.testing.assert_close(run(model, function, inputs, 0.3), run(model, model, inputs, 0.3), rtol=1e-4, atol=1e-6)
 
 
@@ -286,6 +287,7 @@ def test_gradient_laid_out_by_words(mode: str) -> None:
     (call,) = row_loops(schedule.parts[0].graph.program.templates[sliced_loss].joint.graph)
     assert loop_of(call).window is not None
     assert not loop_of(call).window_value.is_contiguous()
+    # as above: fp32 sums in Inductor's order
     torch.testing.assert_close(run(model, function, inputs, 0.3), run(model, model, inputs, 0.3), rtol=1e-4, atol=1e-6)
 
 
